@@ -14,8 +14,8 @@ use mdev_core::gpu::{
 };
 use mdev_core::ids::{ChannelId, GpuVa, SpaceId, VgpuId};
 use mdev_core::units::MIB;
+use nvidia_rm::fake_rm::{self, FakeRm};
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 const DRIVER: &str = "580.142";
@@ -37,7 +37,7 @@ impl Host {
     fn new() -> Self {
         let rm = FakeRm::new(DRIVER);
         rm.set_clock(1_000_000_000);
-        let options = Options { direct_vram: false, ..fake_rm::OPTIONS };
+        let options = Options { direct_vram: false, ..Options::FOR_TESTS };
         let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).expect("a GPU");
         let spec = ClientSpec {
             vgpu: VgpuId(uuid::Uuid::from_u128(7)),

@@ -4,21 +4,21 @@
 //!
 //! 1. crate [`nvidia_rm`]: the driver's protocol, the trait that reaches the driver
 //!    ([`Rm`](nvidia_rm::rm::Rm)), a client of the driver with its objects
-//!    ([`nvidia_rm::rm_client`]), and what differs between GPUs ([`nvidia_rm::generation`])
+//!    ([`nvidia_rm::rm_client`]), what differs between GPUs ([`nvidia_rm::generation`]), and a
+//!    driver without a GPU (`fake_rm`, feature `test-util`)
 //! 2. [`device`]: a GPU; [`usermode_page`]: its doorbell and clock; [`error_notifier`]: errors of
 //!    channels
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU;
-//!    `ctxsw_record`, [`engine_time`], `engine_demand`, `engine_use`, `used_time`, `utilization`:
+//!    [`engine_time`], `engine_demand`, `engine_use`, `used_time`, `utilization`:
 //!    what of that time was used
 //! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`],
 //!    [`activity`], [`hang_detector`], [`signals`], `idle_check`, `wait_check`, `long_kernel`,
 //!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `saving`: stopping a vGPU's work; `vram_copier`: copies of its video memory
-//! 6. `fake_rm` (feature `test-util`): a driver without a GPU
-//! 7. [`frontend`]: the driver's device files for CUDA programs; [`driver_queries`]: what they ask
+//! 6. [`frontend`]: the driver's device files for CUDA programs; [`driver_queries`]: what they ask
 //!    the driver
-//! 8. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
+//! 7. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
 //!    check of the usage that workers report
 
 pub mod activity;
@@ -27,7 +27,6 @@ mod backend;
 pub mod channels;
 mod client;
 pub mod ctxsw_log;
-mod ctxsw_record;
 pub mod device;
 pub mod doorbell_poller;
 pub mod driver_queries;
@@ -35,8 +34,6 @@ mod engine_demand;
 pub mod engine_time;
 mod engine_use;
 pub mod error_notifier;
-#[cfg(feature = "test-util")]
-pub mod fake_rm;
 pub mod fault_backoff;
 pub mod frontend;
 mod gpu;

@@ -13,7 +13,7 @@ use mdev_core::ids::VgpuId;
 use mdev_core::stream::{IndexedVgpu, StreamError, StreamWriter};
 use mdev_core::testing::saved_head;
 use mdev_core::units::MIB;
-use vendor_backends::nvidia::fake_rm::{self, Engines, FakeRm};
+use nvidia_rm::fake_rm::{self, Engines, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 use vgpud::staged_memory::{Staging, fill, read};
 
@@ -33,7 +33,7 @@ impl Vgpu {
     fn new() -> Result<Self> {
         let rm = FakeRm::new("580.142");
         rm.set_clock(1_000_000_000);
-        let options = Options { direct_vram: false, ..fake_rm::OPTIONS };
+        let options = Options { direct_vram: false, ..Options::FOR_TESTS };
         let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options)?;
         let spec = ClientSpec {
             vgpu: VgpuId::random(),

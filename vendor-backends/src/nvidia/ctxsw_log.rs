@@ -20,7 +20,6 @@ use zerocopy::IntoBytes;
 use super::adoption::DAMAGED;
 use super::adoption::kept::{self, Kept};
 use super::adoption::state::LogObjects;
-use super::ctxsw_record::{CtxswRecord, RECORD_BYTES, START};
 use super::device::Device;
 use super::doorbell_poller::Submissions;
 use super::engine_demand::EngineDemand;
@@ -29,6 +28,7 @@ use super::engine_use::EngineUse;
 use super::other_processes::OtherProcesses;
 use super::switch_probe::SwitchProbe;
 use super::usermode_page;
+use nvidia_rm::ctxsw_record::{CtxswRecord, RECORD_BYTES, START};
 
 /// Maximum time to wait for the first residency of a probe. On an idle GPU it takes 0.5 ms.
 const FIND_PROBE_WITHIN: Duration = Duration::from_millis(5);

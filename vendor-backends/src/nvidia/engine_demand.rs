@@ -7,7 +7,7 @@
 
 use mdev_core::gpu::Waits;
 
-use super::ctxsw_record::{CtxswRecord, END, ENGINE_RESET, START};
+use nvidia_rm::ctxsw_record::{CtxswRecord, END, ENGINE_RESET, START};
 
 /// Longest time between a vGPU's last submission and the loss of the engine for which the vGPU
 /// counts as having work, if it had the engine for longer than its slice.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::ctxsw_record::{CtxswRecord, END, ENGINE_RESET, START};
+use nvidia_rm::ctxsw_record::{CtxswRecord, END, ENGINE_RESET, START};
 
 /// Engine time of one process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

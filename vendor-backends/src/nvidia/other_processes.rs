@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::ctxsw_record::{CtxswRecord, START};
+use nvidia_rm::ctxsw_record::{CtxswRecord, START};
 
 /// Residencies of other processes, counted for each process.
 #[derive(Clone, Debug, Default)]
@@ -45,8 +45,8 @@ impl OtherProcesses {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ctxsw_record::END;
     use super::*;
+    use nvidia_rm::ctxsw_record::END;
 
     fn record(tag: u8, process: u64) -> CtxswRecord {
         CtxswRecord { tag, number: 0, context: 1, process, at_ns: 0 }

@@ -99,7 +99,7 @@ mod tests {
     use nvidia_rm::version::Layout;
 
     use super::*;
-    use crate::nvidia::fake_rm::FakeRm;
+    use nvidia_rm::fake_rm::FakeRm;
 
     #[test]
     fn each_sample_is_read_once_and_gaps_are_left_out() {

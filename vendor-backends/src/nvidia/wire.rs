@@ -58,6 +58,18 @@ pub struct Options {
     pub direct_vram: bool,
 }
 
+#[cfg(feature = "test-util")]
+impl Options {
+    /// Options for the fake driver, which also work as root.
+    pub const FOR_TESTS: Self = Self {
+        allow_sys_admin: true,
+        preempt_blocks: false,
+        hang_limit: None,
+        direct_doorbell: false,
+        direct_vram: true,
+    };
+}
+
 impl Default for Options {
     fn default() -> Self {
         Self {

@@ -20,9 +20,9 @@ use mdev_core::gpu::{
 use mdev_core::ids::{ChannelId, GpuVa};
 use mdev_core::units::{GIB, MIB};
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use nvidia_rm::fake_rm::{self, FakeProcess, FakeRm};
 use vendor_backends::conformance::lifecycle;
 use vendor_backends::nvidia::adoption::kept::Kept;
-use vendor_backends::nvidia::fake_rm::{self, FakeProcess, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 use super::{DRIVER, OPTIONS, eventually, ram, set_ring, spec};

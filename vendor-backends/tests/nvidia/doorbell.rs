@@ -8,7 +8,7 @@ use ipc::mem::Mapping;
 use mdev_core::abi::{doorbell, userd};
 use mdev_core::gpu::{Client, GpuCapabilities};
 use mdev_core::ids::MemoryId;
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
+use nvidia_rm::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 use super::{DRIVER, OPTIONS, eventually, gpu, set_ring, with_channels};

@@ -5,10 +5,10 @@ use mdev_core::gpu::{Backing, Client, ClientSpec, EngineKind, Gpu, GpuError, Map
 use mdev_core::ids::GpuVa;
 use mdev_core::profile;
 use mdev_core::units::{GIB, MIB};
+use nvidia_rm::fake_rm::{self, FakeRm};
 use nvidia_rm::rm_recorder::RmRecorder;
 use nvidia_rm::version::Layout;
 use vendor_backends::conformance::{self, lifecycle};
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 use super::{DRIVER, OPTIONS, client, gpu, ram, spec, try_client, with_channels};

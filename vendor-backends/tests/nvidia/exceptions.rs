@@ -6,9 +6,9 @@ use mdev_core::abi::notifier;
 use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Exception, GpuError, Pending, Programs};
 use mdev_core::ids::ChannelId;
 use mdev_core::units::MIB;
+use nvidia_rm::fake_rm::{FAILED_MULTIPROCESSOR, FakeRm};
 use vendor_backends::conformance::{lifecycle, readable};
 use vendor_backends::nvidia::NvidiaClient;
-use vendor_backends::nvidia::fake_rm::{FAILED_MULTIPROCESSOR, FakeRm};
 
 use super::programs::{channel, of_program, open};
 use super::{DRIVER, gpu, ram};

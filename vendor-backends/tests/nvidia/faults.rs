@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Gpu, GpuCapabilities, GpuError, Pending};
+use nvidia_rm::fake_rm::FakeRm;
 use vendor_backends::conformance::{lifecycle, readable};
-use vendor_backends::nvidia::fake_rm::FakeRm;
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 
 use super::{DRIVER, eventually, gpu, gpu_with_hang_limit, set_ring, with_channels};

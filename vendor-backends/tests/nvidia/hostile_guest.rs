@@ -3,8 +3,8 @@
 use mdev_core::abi::userd;
 use mdev_core::gpu::{Client, EngineKind, Gpu};
 use mdev_core::units::MIB;
+use nvidia_rm::fake_rm::FakeRm;
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::nvidia::fake_rm::FakeRm;
 
 use super::{
     DRIVER, create_until_refused, eventually, gpu, ram, resets, set_ring, spec, try_client,

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use ipc::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 use mdev_core::gpu::{ClientSpec, Gpu};
 use mdev_core::units::MIB;
+use nvidia_rm::fake_rm::FakeRm;
 use vendor_backends::nvidia::NvidiaGpu;
-use vendor_backends::nvidia::fake_rm::FakeRm;
 use vendor_backends::nvidia::wire::{FromManager, FromWorker, Report};
 
 use super::{DRIVER, gpu, spec};

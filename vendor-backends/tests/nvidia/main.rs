@@ -25,11 +25,13 @@ use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelHandle, Client, ClientSpec, EngineKind, Gpu, GpuError};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
+use nvidia_rm::fake_rm::{self, FakeRm};
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::nvidia::fake_rm::{self, FakeRm, OPTIONS};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 const DRIVER: &str = "580.142";
+
+const OPTIONS: Options = Options::FOR_TESTS;
 
 fn spec(vram_bytes: u64) -> ClientSpec {
     ClientSpec {

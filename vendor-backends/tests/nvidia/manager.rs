@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use mdev_core::gpu::{Client, Gpu, Pending};
 use mdev_core::units::MIB;
+use nvidia_rm::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::NvidiaGpu;
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 
 use super::{DRIVER, OPTIONS, client, eventually, gpu, spec, warnings, with_channels};
 

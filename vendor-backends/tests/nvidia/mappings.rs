@@ -4,7 +4,7 @@ use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{Backing, Client, GpuError, MapRequest};
 use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{GIB, PAGE_SIZE};
-use vendor_backends::nvidia::fake_rm::FakeRm;
+use nvidia_rm::fake_rm::FakeRm;
 
 use crate::{DRIVER, gpu, spec, try_client};
 

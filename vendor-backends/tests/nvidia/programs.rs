@@ -12,12 +12,12 @@ use mdev_core::gpu::{
 };
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
+use nvidia_rm::fake_rm::FakeRm;
 use nvidia_rm::generation;
 use programs::FrontEnd;
 use programs::front_end::Outcome;
 use vendor_backends::conformance::lifecycle;
 use vendor_backends::nvidia::NvidiaClient;
-use vendor_backends::nvidia::fake_rm::FakeRm;
 use vendor_backends::nvidia::frontend::testing::{front_end, identity, word, words};
 
 use crate::{DRIVER, eventually, gpu, ram, set_ring, spec, try_client, with_channels};

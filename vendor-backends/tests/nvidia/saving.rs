@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{Client, EngineKind, Gpu, SavedClient, Saving, StagedCopy};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
-use vendor_backends::nvidia::fake_rm::{self, Engines, FakeRm};
+use nvidia_rm::fake_rm::{self, Engines, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 use self::guest::{DESTINATION, Guest, SOURCE, VRAM_OFFSET};

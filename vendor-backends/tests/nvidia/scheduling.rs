@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Gpu};
+use nvidia_rm::fake_rm::{self, FakeRm};
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaGpu, Options};
 
 use super::{DRIVER, OPTIONS, eventually, gpu, set_ring, with_channels};

@@ -2,7 +2,7 @@
 
 use mdev_core::gpu::{Client, Gpu};
 use mdev_core::units::MIB;
-use vendor_backends::nvidia::fake_rm::FakeRm;
+use nvidia_rm::fake_rm::FakeRm;
 
 use super::{
     DRIVER, create_until_refused, eventually, gpu, ram, resets, set_ring, spec, try_client,

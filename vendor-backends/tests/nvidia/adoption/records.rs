@@ -5,10 +5,10 @@ use std::os::unix::fs::FileExt;
 
 use mdev_core::gpu::Client;
 use mdev_core::units::MIB;
+use nvidia_rm::fake_rm::{self, FakeRm};
 use proptest::prelude::*;
 use vendor_backends::nvidia::NvidiaGpu;
 use vendor_backends::nvidia::adoption::kept;
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 
 use super::{Anchor, CONTINUED, with_work};
 use crate::{DRIVER, spec};

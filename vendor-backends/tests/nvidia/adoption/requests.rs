@@ -11,12 +11,12 @@ use mdev_core::gpu::{
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
+use nvidia_rm::fake_rm::{self, FakeRm};
 use proptest::prelude::*;
 use vendor_backends::conformance::lifecycle;
 use vendor_backends::nvidia::adoption::journal::{Journal, Live};
 use vendor_backends::nvidia::adoption::kept;
 use vendor_backends::nvidia::adoption::live::LiveChannels;
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 
 use super::{Anchor, CONTINUED, Worker};

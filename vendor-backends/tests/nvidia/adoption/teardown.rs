@@ -5,9 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use mdev_core::gpu::{ChannelSpec, Client, ClientSpec, EngineKind};
 use mdev_core::ids::SpaceId;
 use mdev_core::units::MIB;
+use nvidia_rm::fake_rm::{self, FakeRm};
 use vendor_backends::conformance::lifecycle;
 use vendor_backends::nvidia::NvidiaGpu;
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 
 use super::{Anchor, CONTINUED, Worker};
 use crate::{DRIVER, set_ring, spec};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mdev_core::gpu::{EngineKind, Saving};
+use nvidia_rm::fake_rm::{self, Engines, FakeRm};
 use vendor_backends::nvidia::NvidiaGpu;
-use vendor_backends::nvidia::fake_rm::{self, Engines, FakeRm};
 
 use super::guest::Guest;
 use super::{KERNEL, SAVED, VRAM, copy_vram, kernels};

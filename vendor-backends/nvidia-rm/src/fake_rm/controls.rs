@@ -2,12 +2,12 @@
 
 use std::mem::size_of;
 
+use crate::abi;
+use crate::controls::params_bytes;
+use crate::generation::CLASS_LIST;
+use crate::numbers::{class, control, engine, fb, status};
+use crate::version::Layout;
 use mdev_core::abi::host;
-use nvidia_rm::abi;
-use nvidia_rm::controls::params_bytes;
-use nvidia_rm::generation::CLASS_LIST;
-use nvidia_rm::numbers::{class, control, engine, fb, status};
-use nvidia_rm::version::Layout;
 use zerocopy::IntoBytes;
 
 use super::objects::{Refusal, is_engine};

@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
+use crate::numbers::{class, engine, event, flag, status};
 use mdev_core::abi::{compute, copy, host};
-use nvidia_rm::numbers::{class, engine, event, flag, status};
 
 use super::FileId;
 use super::engines::Ring;

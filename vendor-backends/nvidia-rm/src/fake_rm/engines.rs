@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::numbers::{class, engine};
 use mdev_core::abi::compute::{
     self, SEND_PCAS_A, SEND_SIGNALING_PCAS2_B, SET_SHADER_LOCAL_MEMORY_WINDOW_A,
     SET_SHADER_SHARED_MEMORY_WINDOW_A,
@@ -27,7 +28,6 @@ use mdev_core::abi::host::{
     SEM_PAYLOAD_LO, SET_OBJECT, SUBCHANNEL_COMPUTE, SUBCHANNEL_COPY, SecOp, sem,
 };
 use mdev_core::abi::{notifier, userd};
-use nvidia_rm::numbers::{class, engine};
 
 use super::FakeRm;
 use super::objects::{Object, Objects};

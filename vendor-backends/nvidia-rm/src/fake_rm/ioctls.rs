@@ -4,10 +4,10 @@ use std::collections::btree_map::Entry;
 use std::io;
 use std::mem::size_of;
 
-use nvidia_rm::abi::{self, Call};
-use nvidia_rm::numbers::{class, flag, status};
-use nvidia_rm::rm::{Node, Request};
-use nvidia_rm::version::Layout;
+use crate::abi::{self, Call};
+use crate::numbers::{class, flag, status};
+use crate::rm::{Node, Request};
+use crate::version::Layout;
 use zerocopy::IntoBytes;
 
 use super::allocations::{alloc, prepare_mmap, register_memory};

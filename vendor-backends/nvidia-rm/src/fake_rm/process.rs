@@ -6,7 +6,7 @@ use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use nvidia_rm::rm::{Node, Request, Rm};
+use crate::rm::{Node, Request, Rm};
 
 use super::FakeRm;
 

@@ -19,15 +19,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::abi::{Call, EventData, Free, UtilizationSample};
+use crate::generation::{Generation, HOPPER};
+use crate::rm::{Node, Request, Rm};
+use crate::version::Layout;
 use nix::fcntl::OFlag;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::unistd::pipe2;
-use nvidia_rm::abi::{Call, EventData, Free, UtilizationSample};
-use nvidia_rm::generation::{Generation, HOPPER};
-use nvidia_rm::rm::{Node, Request, Rm};
-use nvidia_rm::version::Layout;
 
-use super::Options;
 pub use controls::FAILED_MULTIPROCESSOR;
 pub use engines::Engines;
 use objects::Objects;
@@ -35,15 +34,6 @@ pub use process::FakeProcess;
 
 /// PCI address of the fake GPU.
 pub const ADDRESS: &str = "0000:3b:00.0";
-
-/// Options that also work as root.
-pub const OPTIONS: Options = Options {
-    allow_sys_admin: true,
-    preempt_blocks: false,
-    hang_limit: None,
-    direct_doorbell: false,
-    direct_vram: true,
-};
 
 /// Video memory of the fake GPU, in bytes.
 pub const VIDEO_MEMORY: u64 = 80 << 30;
@@ -214,7 +204,7 @@ impl FakeRm {
 
     /// Logs the start or the end of a residency of `process` on the compute engine.
     pub fn log_residency(&self, start: bool, process: u64, at_ns: u64) {
-        let tag = if start { super::ctxsw_record::START } else { super::ctxsw_record::END };
+        let tag = if start { crate::ctxsw_record::START } else { crate::ctxsw_record::END };
         self.state().objects.log_context_switch(tag, GUEST_CONTEXT, process, at_ns);
     }
 

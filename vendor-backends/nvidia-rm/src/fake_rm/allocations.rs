@@ -4,12 +4,12 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
+use crate::abi;
+use crate::numbers::{class, engine, flag, status};
+use crate::rm::Node;
+use crate::version::Layout;
 use mdev_core::abi::{compute, copy, host};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nvidia_rm::abi;
-use nvidia_rm::numbers::{class, engine, flag, status};
-use nvidia_rm::rm::Node;
-use nvidia_rm::version::Layout;
 
 use super::objects::{CLOCK, DEFAULT_BASE, Object, Refusal, denies_privileges, is_engine};
 use super::params::{exact, padded};

@@ -2,7 +2,7 @@
 
 use std::mem::size_of;
 
-use nvidia_rm::numbers::status;
+use crate::numbers::status;
 use zerocopy::FromBytes;
 
 use super::objects::Refusal;

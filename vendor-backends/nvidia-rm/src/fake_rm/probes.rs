@@ -4,13 +4,13 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+use crate::numbers::class;
 use mdev_core::abi::host::{self, GP_ENTRY_BYTES, GpEntry};
 use mdev_core::abi::userd;
-use nvidia_rm::numbers::class;
 
 use super::PROBE_CONTEXT;
 use super::objects::{Object, Objects};
-use crate::nvidia::ctxsw_record::START;
+use crate::ctxsw_record::START;
 
 impl Objects {
     /// Executes the entries of all probes, unless the engine is held.
