@@ -8,7 +8,7 @@
 //!    driver without a GPU (`fake_rm`, feature `test-util`)
 //! 2. [`device`]: a GPU; [`usermode_page`]: its doorbell and clock; [`error_notifier`]: errors of
 //!    channels
-//! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
+//! 3. [`memory`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU;
 //!    [`engine_time`], `engine_demand`, `engine_use`, `used_time`, `utilization`:
 //!    what of that time was used
@@ -37,7 +37,6 @@ pub mod error_notifier;
 pub mod fault_backoff;
 pub mod frontend;
 mod gpu;
-pub mod gpu_mappings;
 pub mod hang_detector;
 mod idle_check;
 pub mod interrupt_thread;

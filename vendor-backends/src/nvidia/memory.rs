@@ -1,5 +1,11 @@
 //! Memory of a vGPU: its partition of video memory, allocations, imported guest memory, and address
 //! spaces.
+//!
+//! * `location`: a place in guest memory or video memory
+//! * `gpu_mappings`: an address space, and its mappings
+
+mod gpu_mappings;
+mod location;
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
@@ -12,13 +18,14 @@ use mdev_core::memory_file::MemoryFile;
 use mdev_core::units::{KIB, PAGE_SIZE, is_aligned};
 use nvidia_rm::rm_client::{AddressSpace, Object};
 
+pub use self::gpu_mappings::GpuMappings;
+pub use self::location::MemoryLocation;
 use super::adoption::DAMAGED;
 use super::adoption::kept::{self, Kept};
 use super::adoption::state::{
     AllocationState, ImportState, MAX_IMPORTS, MAX_MAPPINGS, MemoryState, ProgramsState, SpaceState,
 };
 use super::device::Device;
-use super::gpu_mappings::GpuMappings;
 
 /// Maximum number of address spaces, and of imports and allocations.
 const MAX_SPACES: usize = 256;
@@ -61,19 +68,6 @@ pub struct Memory {
     allocations: BTreeMap<MemoryId, Allocation>,
     allocated_bytes: u64,
     next_id: u32,
-}
-
-/// Location in guest memory or video memory, such as that of a USERD.
-#[derive(Clone, Debug)]
-pub struct MemoryLocation {
-    /// Memory object.
-    pub object: Arc<Object>,
-    /// Offset in the object, in bytes.
-    pub offset: u64,
-    /// Import or allocation.
-    pub memory: Option<MemoryId>,
-    /// Mapping of the object in this process, for guest memory.
-    pub mapping: Option<Arc<Mapping>>,
 }
 
 impl Memory {

@@ -10,10 +10,10 @@ use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 use nvidia_rm::numbers::flag;
 use nvidia_rm::rm_client::{AddressSpace, Object, RmClient};
 
-use super::adoption::DAMAGED;
-use super::adoption::state::{MappingState, RegionState, SpaceState};
-use super::device::Device;
-use super::memory::MemoryLocation;
+use super::location::MemoryLocation;
+use crate::nvidia::adoption::DAMAGED;
+use crate::nvidia::adoption::state::{MappingState, RegionState, SpaceState};
+use crate::nvidia::device::Device;
 
 /// Page size of video memory. Mappings aligned to it need the fewest page table entries.
 const HUGE_PAGE: u64 = 2 * MIB;
