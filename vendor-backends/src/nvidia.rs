@@ -8,10 +8,8 @@
 //!    driver without a GPU (`fake_rm`, feature `test-util`)
 //! 2. [`device`]: a GPU; [`usermode_page`]: its doorbell and clock; [`error_notifier`]: errors of
 //!    channels
-//! 3. [`memory`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
-//!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU;
-//!    [`engine_time`], `engine_demand`, `engine_use`, `used_time`, `utilization`:
-//!    what of that time was used
+//! 3. [`memory`], [`fault_backoff`], [`doorbell_poller`], [`channels`]: memory, doorbells and channels
+//!    of a vGPU; [`observers`]: its engine time, and what of that time was used
 //! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`],
 //!    [`activity`], [`hang_detector`], [`signals`], `idle_check`, `wait_check`, `long_kernel`,
 //!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
@@ -26,13 +24,9 @@ pub mod adoption;
 mod backend;
 pub mod channels;
 mod client;
-pub mod ctxsw_log;
 pub mod device;
 pub mod doorbell_poller;
 pub mod driver_queries;
-mod engine_demand;
-pub mod engine_time;
-mod engine_use;
 pub mod error_notifier;
 pub mod fault_backoff;
 pub mod frontend;
@@ -43,15 +37,12 @@ pub mod interrupt_thread;
 mod long_kernel;
 pub mod manager_thread;
 pub mod memory;
-mod other_processes;
+pub mod observers;
 pub mod privilege;
 mod saving;
 pub mod signals;
-pub mod switch_probe;
 mod usage_reconcile;
-mod used_time;
 pub mod usermode_page;
-mod utilization;
 pub mod vgpu_state;
 mod vram_copier;
 mod wait_check;

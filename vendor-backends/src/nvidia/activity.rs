@@ -1,11 +1,16 @@
 //! Activity of a vGPU, as its rings show it.
+//!
+//! * `live`: the record of it, for a process that continues
+
+mod live;
 
 use std::time::{Duration, Instant};
 
 use mdev_core::gpu::EngineKind;
 use mdev_core::ids::ChannelId;
 
-use super::adoption::live::{LiveAccounting, Moment};
+pub use self::live::LiveAccounting;
+use super::adoption::moment::Moment;
 use super::channels::Channels;
 use super::idle_check::IdleCheck;
 use super::long_kernel::LongKernel;

@@ -8,15 +8,18 @@
 //!
 //! * [`journal`]: the file with the records
 //! * [`state`]: objects, memory and channels, recorded with the worker's own state
-//! * [`live`]: what changes by itself, such as gates and engine time, recorded when it changes
+//! * [`moment`]: times in records
 //! * [`kept`]: numbers of the kept descriptors
+//!
+//! What changes by itself, such as gates and engine time, is recorded when it changes, by its owner
+//! ([`super::channels::LiveChannels`], [`super::activity::LiveAccounting`]).
 //!
 //! A worker can end between two driver calls. Handles are numbers of the client's own choice, so
 //! the next worker repeats the request with the same handles ([`nvidia_rm::rm_client::RmClient`]).
 
 pub mod journal;
 pub mod kept;
-pub mod live;
+pub mod moment;
 pub mod state;
 
 use mdev_core::gpu::GpuError;

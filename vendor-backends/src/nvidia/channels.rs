@@ -8,6 +8,7 @@ mod channel;
 mod continued;
 mod create;
 mod exceptions;
+mod live;
 mod pause;
 mod restore;
 mod scheduling;
@@ -26,11 +27,11 @@ use mdev_core::ids::{ChannelId, SpaceId, Token};
 use nvidia_rm::abi;
 use nvidia_rm::numbers::{control, engine};
 use nvidia_rm::rm_client::Object;
-use serde::{Deserialize, Serialize};
 
 use self::channel::Channel;
 use self::continued::LeftOver;
 pub use self::continued::Recorded;
+pub use self::live::{Counters, LiveChannel, LiveChannels};
 pub use self::pause::{Pause, Resumption};
 pub use self::restore::{Lookup, Origin, Replaced};
 pub use self::teardown::{Running, Teardown};
@@ -69,17 +70,6 @@ struct Group {
     busy_at: Option<Instant>,
     /// Time slice that this process has set.
     slice: Option<Duration>,
-}
-
-/// Counters of a vGPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Counters {
-    /// Number of channels that faulted or were reset.
-    pub faults: u64,
-    /// Number of resets because of a hang or on request of the manager.
-    pub hang_resets: u64,
-    /// Number of times that the gate was closed.
-    pub gate_closings: u64,
 }
 
 /// Channels of a vGPU.

@@ -3,7 +3,7 @@
 //! A context may be resident on the compute engine for long because no other context has work, or
 //! because it runs many kernels in a row. Neither is a hang. A hang is a residency longer than the
 //! hang limit during which other vGPUs waited and the engine did not change to the
-//! [`SwitchProbe`](super::switch_probe::SwitchProbe), although the probe asked for it.
+//! [`SwitchProbe`](super::observers::switch_probe::SwitchProbe), although the probe asked for it.
 //!
 //! Residencies are those of the GPU's log. Whether GPFIFO entries are fetched can only be read in
 //! memory of the guest, and so is a hint: without fetches, the probe has to wait for a shorter
@@ -15,7 +15,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::switch_probe::Request;
+use super::observers::switch_probe::{Probed, Request};
 
 /// Time without new records after which the context switch log is taken as complete. Records arrive
 /// in batches, and some may be lost.
@@ -30,17 +30,6 @@ pub struct Residency {
     pub duration: Duration,
     /// Number of context switches logged so far, of all contexts.
     pub switches: u64,
-}
-
-/// State of a request to the probe.
-#[derive(Clone, Copy, Debug)]
-pub struct Probed {
-    /// The request.
-    pub request: Request,
-    /// When the request was made.
-    pub requested_at: Instant,
-    /// The engine has served the request.
-    pub served: bool,
 }
 
 /// What may excuse a long residency.

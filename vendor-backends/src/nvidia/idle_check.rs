@@ -11,7 +11,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::switch_probe::Request;
+use super::observers::switch_probe::Request;
 use super::vgpu_state::VgpuState;
 
 /// Time in which an idle context leaves the engine to the probe.

@@ -13,7 +13,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvidia_rm::rm_client::RmClient;
 
 use super::hang_detector::HangDetector;
-use super::switch_probe::Request;
+use super::observers::switch_probe::Request;
 use super::vgpu_state::{REST_INTERVAL, VgpuState};
 use super::wire::{FromManager, FromWorker, Load};
 

@@ -7,15 +7,14 @@ use std::time::{Duration, Instant};
 use ipc::seqpacket::SeqPacket;
 use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
 
-use super::activity::{Activity, COPY_LINGER};
+use super::activity::{Activity, COPY_LINGER, LiveAccounting};
 use super::adoption::journal::{Journal, Live};
-use super::adoption::live::LiveAccounting;
 use super::channels::{Channels, Running, Teardown};
-use super::ctxsw_log::CtxswLog;
 use super::doorbell_poller::DoorbellPoller;
-use super::hang_detector::{HangDetector, Hints, Probed, Residency, Verdict};
+use super::hang_detector::{HangDetector, Hints, Residency, Verdict};
+use super::observers::ctxsw_log::CtxswLog;
+use super::observers::switch_probe::{Probed, Request, SwitchProbe};
 use super::signals::Signals;
-use super::switch_probe::{Request, SwitchProbe};
 use super::wait_check::Seen;
 use super::wire::Report;
 
@@ -87,7 +86,7 @@ impl VgpuState {
         journal: Arc<Journal>,
     ) -> std::io::Result<Self> {
         if let (Some(log), Some(poller)) = (&mut ctxsw_log, &poller) {
-            log.follow(Arc::clone(&poller.submissions));
+            log.follow(poller.submissions.clone());
         }
         Ok(Self {
             channels: Mutex::new(channels),

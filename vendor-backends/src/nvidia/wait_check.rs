@@ -4,7 +4,7 @@
 //! that waits for another one's kernel can look as if all its work had been done. So a vGPU counts
 //! as waiting if it lost the engine soon after its last sign of work, or has not had it since,
 //! while another context keeps the engine from its
-//! [`SwitchProbe`](super::switch_probe::SwitchProbe).
+//! [`SwitchProbe`](super::observers::switch_probe::SwitchProbe).
 //!
 //! If the probe gets the engine twice and the vGPU does not, then the vGPU has no work: the GPU
 //! gives every group with work its turn. A probe makes the GPU switch contexts twice, so it is used
@@ -12,8 +12,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::hang_detector::Probed;
-use super::switch_probe::Request;
+use super::observers::switch_probe::{Probed, Request};
 
 /// Time for which one context must have kept the engine before the probe asks for it.
 const HELD_FOR: Duration = Duration::from_millis(20);

@@ -22,8 +22,8 @@ use nvidia_rm::rm::Rm;
 use nvidia_rm::rm_recorder::RmRecorder;
 use nvidia_rm::version::Layout;
 use vendor_backends::conformance::{self, Driver, Pushbuffer, lifecycle};
-use vendor_backends::nvidia::ctxsw_log::CtxswLog;
 use vendor_backends::nvidia::device::{Device, cards};
+use vendor_backends::nvidia::observers::ctxsw_log::CtxswLog;
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 fn gpu() -> Option<NvidiaGpu> {

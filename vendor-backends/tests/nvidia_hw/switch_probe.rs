@@ -13,9 +13,9 @@ use nvidia_rm::numbers::{control, fb};
 use nvidia_rm::rm::Rm;
 use nvidia_rm::version::Layout;
 use vendor_backends::conformance::{Driver, Pushbuffer};
-use vendor_backends::nvidia::ctxsw_log::CtxswLog;
 use vendor_backends::nvidia::device::{Device, cards};
-use vendor_backends::nvidia::switch_probe::SwitchProbe;
+use vendor_backends::nvidia::observers::ctxsw_log::CtxswLog;
+use vendor_backends::nvidia::observers::switch_probe::SwitchProbe;
 
 use super::{client, gpu};
 

@@ -13,10 +13,11 @@ use nvidia_rm::rm_client::Object;
 
 use super::channel::Channel;
 use super::exceptions::ExceptionWatch;
+use super::live::{LiveChannel, LiveChannels};
 use super::{Channels, Group, Options, TeardownRate};
 use crate::nvidia::adoption::DAMAGED;
 use crate::nvidia::adoption::journal::Live;
-use crate::nvidia::adoption::live::{LiveChannel, LiveChannels, Moment};
+use crate::nvidia::adoption::moment::Moment;
 use crate::nvidia::adoption::state::{
     ChannelState, ChannelsState, GroupState, ProgramChannel, ProgramGroup, ProgramsState,
 };

@@ -16,20 +16,19 @@ use nvidia_rm::version::Layout;
 
 use super::open::DOORBELL_BYTES;
 use super::{NvidiaClient, ThreadInputs};
-use crate::nvidia::activity::Activity;
+use crate::nvidia::activity::{Activity, LiveAccounting};
 use crate::nvidia::adoption::DAMAGED;
 use crate::nvidia::adoption::journal::{Journal, Live};
 use crate::nvidia::adoption::kept::{self, Kept};
-use crate::nvidia::adoption::live::{LiveAccounting, LiveChannels};
 use crate::nvidia::adoption::state::{ClientState, FixedObjects, ProgramsState};
-use crate::nvidia::channels::{self, Channels, Recorded};
-use crate::nvidia::ctxsw_log::CtxswLog;
+use crate::nvidia::channels::{self, Channels, LiveChannels, Recorded};
 use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::DoorbellPoller;
 use crate::nvidia::error_notifier::Notifier;
 use crate::nvidia::memory::Memory;
+use crate::nvidia::observers::ctxsw_log::CtxswLog;
+use crate::nvidia::observers::switch_probe::SwitchProbe;
 use crate::nvidia::privilege;
-use crate::nvidia::switch_probe::SwitchProbe;
 use crate::nvidia::vgpu_state::VgpuState;
 use crate::nvidia::wire::MAX_CHANNELS;
 

@@ -20,12 +20,12 @@ use crate::nvidia::adoption::journal::Journal;
 use crate::nvidia::adoption::kept;
 use crate::nvidia::adoption::state::FixedObjects;
 use crate::nvidia::channels::{self, Channels};
-use crate::nvidia::ctxsw_log::CtxswLog;
 use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::DoorbellPoller;
 use crate::nvidia::memory::Memory;
+use crate::nvidia::observers::ctxsw_log::CtxswLog;
+use crate::nvidia::observers::switch_probe::SwitchProbe;
 use crate::nvidia::privilege;
-use crate::nvidia::switch_probe::SwitchProbe;
 use crate::nvidia::vgpu_state::VgpuState;
 use crate::nvidia::wire::{self, FromManager, FromWorker, Grant, MAX_CHANNELS};
 

@@ -3,6 +3,8 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::nvidia::observers::ctxsw_log::SubmissionTimes;
+
 /// Minimum time between two submissions that are kept: a launch of a CUDA graph rings several
 /// times.
 const SPACING: Duration = Duration::from_micros(50);
@@ -27,9 +29,10 @@ impl Submissions {
             times.push(now);
         }
     }
+}
 
-    /// Takes the times, in order.
-    pub fn take(&self) -> Vec<Instant> {
+impl SubmissionTimes for Submissions {
+    fn take(&self) -> Vec<Instant> {
         std::mem::take(&mut *self.times())
     }
 }

@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use vendor_backends::conformance::lifecycle;
 use vendor_backends::nvidia::adoption::journal::{Journal, Live};
 use vendor_backends::nvidia::adoption::kept;
-use vendor_backends::nvidia::adoption::live::LiveChannels;
+use vendor_backends::nvidia::channels::LiveChannels;
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 
 use super::{Anchor, CONTINUED, Worker};

@@ -1,11 +1,13 @@
 //! Use of a vGPU's time on the compute engine: what of the residencies that the log shows was work.
 
-use super::ctxsw_log::PROBE;
-use super::device::Device;
 use super::engine_time::EngineTime;
 use super::used_time::{Reading, UsedTime};
 use super::utilization::Utilization;
+use crate::nvidia::device::Device;
 use nvidia_rm::ctxsw_record::{CtxswRecord, END, ENGINE_RESET, START};
+
+/// Process in place of this one, for the context of the probe.
+pub const PROBE: u64 = u64::MAX;
 
 /// Longest time between two residencies in which the engine changes contexts, the probe's included.
 const LONGEST_SWITCH_NS: u64 = 1_000_000;

@@ -4,6 +4,7 @@
 //! every client read access. Records of other users name neither the process nor the context. Copy
 //! engines have no such log.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,17 +18,16 @@ use nvidia_rm::rm_client::Object;
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
-use super::adoption::DAMAGED;
-use super::adoption::kept::{self, Kept};
-use super::adoption::state::LogObjects;
-use super::device::Device;
-use super::doorbell_poller::Submissions;
 use super::engine_demand::EngineDemand;
 use super::engine_time::EngineTime;
-use super::engine_use::EngineUse;
+use super::engine_use::{EngineUse, PROBE};
 use super::other_processes::OtherProcesses;
 use super::switch_probe::SwitchProbe;
-use super::usermode_page;
+use crate::nvidia::adoption::DAMAGED;
+use crate::nvidia::adoption::kept::{self, Kept};
+use crate::nvidia::adoption::state::LogObjects;
+use crate::nvidia::device::Device;
+use crate::nvidia::usermode_page;
 use nvidia_rm::ctxsw_record::{CtxswRecord, RECORD_BYTES, START};
 
 /// Maximum time to wait for the first residency of a probe. On an idle GPU it takes 0.5 ms.
@@ -43,6 +43,12 @@ const PUT: u64 = 4;
 /// Part of each residency in which the engine changes contexts, in nanoseconds: the length of
 /// residencies without work on H100s.
 const CHANGE_NS: u64 = 60_000;
+
+/// Source of the times at which a vGPU submits work to the compute engine.
+pub trait SubmissionTimes: fmt::Debug + Send + Sync {
+    /// Takes the times since the last call, in order.
+    fn take(&self) -> Vec<Instant>;
+}
 
 /// The context switch log, as far as this process may read it.
 #[derive(Debug)]
@@ -64,7 +70,7 @@ pub struct CtxswLog {
     /// Demand of this process.
     pub demand: EngineDemand,
     engine_use: EngineUse,
-    submissions: Option<Arc<Submissions>>,
+    submissions: Option<Arc<dyn SubmissionTimes>>,
     /// Residencies of other processes since the last one of this process.
     pub others: OtherProcesses,
     /// Time of the last record, of any process.
@@ -85,9 +91,6 @@ pub struct LogPosition {
     last_own_context: Option<u32>,
     probe_context: Option<u32>,
 }
-
-/// Process in place of this one, for the context of the probe.
-pub(super) const PROBE: u64 = u64::MAX;
 
 impl CtxswLog {
     /// Binds an event buffer to the log.
@@ -234,8 +237,8 @@ impl CtxswLog {
         self.probe_context.is_some()
     }
 
-    /// Follows the submissions that a doorbell poller notes.
-    pub fn follow(&mut self, submissions: Arc<Submissions>) {
+    /// Follows the submissions to the compute engine.
+    pub fn follow(&mut self, submissions: Arc<dyn SubmissionTimes>) {
         self.submissions = Some(submissions);
     }
 

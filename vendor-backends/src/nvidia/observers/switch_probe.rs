@@ -25,11 +25,11 @@ use nvidia_rm::rm::Node;
 use nvidia_rm::rm_client::{AddressSpace, Object};
 use zerocopy::IntoBytes;
 
-use super::adoption::kept::{self, Kept};
-use super::adoption::state::ProbeObjects;
-use super::device::Device;
-use super::error_notifier::Notifier;
-use super::usermode_page;
+use crate::nvidia::adoption::kept::{self, Kept};
+use crate::nvidia::adoption::state::ProbeObjects;
+use crate::nvidia::device::Device;
+use crate::nvidia::error_notifier::Notifier;
+use crate::nvidia::usermode_page;
 
 /// Address of the memory in the probe's address space.
 const VA: u64 = 1 << 36;
@@ -47,7 +47,18 @@ const TIMESLICE_US: u64 = 50;
 
 /// Number of a request to a [`SwitchProbe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Request(pub(super) u32);
+pub struct Request(pub(in crate::nvidia) u32);
+
+/// State of a request to the probe.
+#[derive(Clone, Copy, Debug)]
+pub struct Probed {
+    /// The request.
+    pub request: Request,
+    /// When the request was made.
+    pub requested_at: Instant,
+    /// The engine has served the request.
+    pub served: bool,
+}
 
 /// Channel that asks for the compute engine.
 #[derive(Debug)]
