@@ -8,11 +8,12 @@
 //!    driver without a GPU (`fake_rm`, feature `test-util`)
 //! 2. [`device`]: a GPU; [`usermode_page`]: its doorbell and clock; [`error_notifier`]: errors of
 //!    channels
-//! 3. [`memory`], [`fault_backoff`], [`doorbell_poller`], [`channels`]: memory, doorbells and channels
-//!    of a vGPU; [`observers`]: its engine time, and what of that time was used
+//! 3. [`memory`], [`fault_backoff`], [`doorbell_poller`], [`channels`]: memory, doorbells and
+//!    channels of a vGPU; [`observers`]: its engine time, and what of that time was used;
+//!    [`observed_channels`]: both together
 //! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`],
-//!    [`activity`], [`hang_detector`], [`signals`], `idle_check`, `wait_check`, `long_kernel`,
-//!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
+//!    [`activity`], [`hang_detector`], [`signals`], [`privilege`]; its threads: [`manager_thread`],
+//!    [`interrupt_thread`]
 //! 5. `saving`: stopping a vGPU's work; `vram_copier`: copies of its video memory
 //! 6. [`frontend`]: the driver's device files for CUDA programs; [`driver_queries`]: what they ask
 //!    the driver
@@ -32,11 +33,10 @@ pub mod fault_backoff;
 pub mod frontend;
 mod gpu;
 pub mod hang_detector;
-mod idle_check;
 pub mod interrupt_thread;
-mod long_kernel;
 pub mod manager_thread;
 pub mod memory;
+pub mod observed_channels;
 pub mod observers;
 pub mod privilege;
 mod saving;
@@ -45,7 +45,6 @@ mod usage_reconcile;
 pub mod usermode_page;
 pub mod vgpu_state;
 mod vram_copier;
-mod wait_check;
 pub mod wire;
 
 pub use backend::NvidiaBackend;

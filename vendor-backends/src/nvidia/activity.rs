@@ -1,21 +1,26 @@
 //! Activity of a vGPU, as its rings show it.
 //!
+//! * `idle_check`, `wait_check`: checks of what the rings may hide
+//! * `long_kernel`: detection of long kernels of programs
 //! * `live`: the record of it, for a process that continues
 
+mod idle_check;
 mod live;
+mod long_kernel;
+mod wait_check;
 
 use std::time::{Duration, Instant};
 
 use mdev_core::gpu::EngineKind;
 use mdev_core::ids::ChannelId;
 
+use self::idle_check::IdleCheck;
 pub use self::live::LiveAccounting;
+use self::long_kernel::LongKernel;
+use self::wait_check::WaitCheck;
 use super::adoption::moment::Moment;
 use super::channels::Channels;
-use super::idle_check::IdleCheck;
-use super::long_kernel::LongKernel;
-use super::vgpu_state::{REST_INTERVAL, VgpuState};
-use super::wait_check::WaitCheck;
+use super::observed_channels::ObservedChannels;
 
 /// Time after the last sign of work after which an engine counts as idle, if other vGPUs wait.
 const IDLE_AFTER: Duration = Duration::from_millis(100);
@@ -34,6 +39,10 @@ const RING_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 /// Longest time without a process for which a vGPU is charged for work that was in progress.
 const MAX_GAP: Duration = Duration::from_secs(1);
+
+/// Poll interval for the rings of a vGPU that rests, and for notifiers: the driver may raise the
+/// fault event before it writes the notifier.
+pub(super) const REST_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Activity of a vGPU's rings.
 #[derive(Debug)]
@@ -164,33 +173,33 @@ impl Activity {
     }
 
     /// Samples the rings, and sets or removes the idle slice.
-    pub(super) fn sample(&mut self, state: &VgpuState, contended: bool) {
+    pub(super) fn sample(&mut self, observed: &ObservedChannels, contended: bool) {
         let now = Instant::now();
         if contended && is_idle(self.busy_at[EngineKind::Compute as usize], now) {
-            self.sample_residency(state, now);
+            self.sample_residency(observed, now);
         }
-        let gate_open = state.channels().is_gate_open();
-        let direct_doorbell = state.poller.is_none();
+        let gate_open = observed.channels().is_gate_open();
+        let direct_doorbell = observed.channels().has_direct_doorbell();
         // A ring that is never empty, or always fetched, may have no work for the engine.
         let waits = contended || self.since_fetch(EngineKind::Compute) > RING_AGAIN_AFTER;
-        let passed_over = gate_open && waits && self.is_passed_over(state, now);
+        let passed_over = gate_open && waits && self.is_passed_over(observed, now);
         let conditions = Conditions { now, contended, gate_open, passed_over, direct_doorbell };
-        let mut channels = state.channels();
+        let mut channels = observed.channels();
         for engine in [EngineKind::Copy, EngineKind::Compute] {
             self.sample_engine(&mut channels, engine, conditions);
         }
         drop(channels);
         if !contended && gate_open {
-            self.check_idle(state, now);
+            self.check_idle(observed, now);
         }
         if gate_open {
-            self.check_waiting(state, now);
+            self.check_waiting(observed, now);
         }
         // The log shows demand for the compute engine only, and a submission is known only where
         // the worker rings.
         let copies = self.busy_at[EngineKind::Copy as usize];
         let passed = now.duration_since(self.sampled_at);
-        if state.poller.is_none() && self.is_busy() {
+        if direct_doorbell && self.is_busy() {
             self.had_work += passed;
         } else if copies.is_some_and(|at| now.duration_since(at) < BUSY_LINGER) {
             self.had_other_work += passed;
@@ -200,21 +209,21 @@ impl Activity {
         // While other vGPUs wait, a resident context has work. The GPU would switch away from an
         // idle context.
         if (contended || busy_at.is_some_and(|at| now.duration_since(at) < BUSY_LINGER))
-            && let Some(log) = &mut *state.ctxsw_log()
+            && let Some(log) = &mut *observed.ctxsw_log()
             && let Some(now_ns) = log.now_ns()
         {
             let work_ns = now_ns.saturating_sub(REST_INTERVAL.as_nanos() as u64);
             log.engine_time.count_until(work_ns, now_ns + BUSY_LINGER.as_nanos() as u64);
         }
-        self.check_long_kernel(state, now);
+        self.check_long_kernel(observed, now);
     }
 
     /// Looks at the engine time of a program without progress.
-    fn check_long_kernel(&mut self, state: &VgpuState, now: Instant) {
-        if !self.long_kernel.is_suspected(now) || !state.channels().compute_for_programs() {
+    fn check_long_kernel(&mut self, observed: &ObservedChannels, now: Instant) {
+        if !self.long_kernel.is_suspected(now) || !observed.channels().compute_for_programs() {
             return;
         }
-        if let Some(log) = &mut *state.ctxsw_log()
+        if let Some(log) = &mut *observed.ctxsw_log()
             && log.read().is_ok()
             && let Some(now_ns) = log.now_ns()
         {
@@ -223,51 +232,51 @@ impl Activity {
     }
 
     /// Returns whether other processes repeatedly had the compute engine while this vGPU had not.
-    fn is_passed_over(&mut self, state: &VgpuState, now: Instant) -> bool {
+    fn is_passed_over(&mut self, observed: &ObservedChannels, now: Instant) -> bool {
         let (passed_over, read_at, rings) = self.passed_over;
-        let rings_now = state.channels().submissions(EngineKind::Compute);
+        let rings_now = observed.channels().submissions(EngineKind::Compute);
         let is_recent = read_at.is_some_and(|at| now.duration_since(at) < PASSED_OVER_INTERVAL);
         // New work may not be what others had the engine instead of.
         if is_recent && rings == rings_now {
             return passed_over;
         }
-        self.passed_over = (state.is_passed_over(), Some(now), rings_now);
+        self.passed_over = (observed.is_passed_over(), Some(now), rings_now);
         if self.passed_over.0 {
-            state.note_no_work();
+            observed.note_no_work();
         }
         self.passed_over.0
     }
 
     /// Checks a vGPU that shows no work although its context is resident.
-    fn check_idle(&mut self, state: &VgpuState, now: Instant) {
+    fn check_idle(&mut self, observed: &ObservedChannels, now: Instant) {
         let engine = EngineKind::Compute;
         let shows_work =
             self.busy_at[engine as usize].is_some_and(|at| now.duration_since(at) < BUSY_LINGER);
         if shows_work {
             return;
         }
-        let rings = state.channels().rings(engine);
-        if rings > 0 && self.idle_check.has_work(state, now, rings) {
+        let rings = observed.channels().rings(engine);
+        if rings > 0 && self.idle_check.has_work(observed, now, rings) {
             self.busy_at[engine as usize] = Some(now);
         }
     }
 
     /// Checks a vGPU whose entries have been fetched and that may wait for the engine.
-    fn check_waiting(&mut self, state: &VgpuState, now: Instant) {
+    fn check_waiting(&mut self, observed: &ObservedChannels, now: Instant) {
         let busy_at = &mut self.busy_at[EngineKind::Compute as usize];
         let is_busy = busy_at.is_some_and(|at| now.duration_since(at) < BUSY_LINGER);
         if !self.wait_check.is_needed(is_busy) {
             return;
         }
-        if state.channels().in_use_since(EngineKind::Compute).is_none() {
+        if observed.channels().in_use_since(EngineKind::Compute).is_none() {
             self.wait_check = WaitCheck::default();
-        } else if let Some(seen) = state.seen_in_log()
-            && self.wait_check.waits(now, seen, |request| state.probe(request))
+        } else if let Some(seen) = observed.seen_in_log()
+            && self.wait_check.waits(now, seen, |request| observed.probe(request))
         {
             *busy_at = Some(now);
         }
         if !self.wait_check.may_have_work() {
-            state.note_no_work();
+            observed.note_no_work();
         }
     }
 
@@ -329,8 +338,8 @@ impl Activity {
 
     /// Samples the context switch log: a long kernel may run without queued entries. Rings without
     /// entries cause no context switches.
-    fn sample_residency(&mut self, state: &VgpuState, now: Instant) {
-        if let Some(log) = &mut *state.ctxsw_log()
+    fn sample_residency(&mut self, observed: &ObservedChannels, now: Instant) {
+        if let Some(log) = &mut *observed.ctxsw_log()
             && log.read().is_ok()
             && (log.engine_time.resident_since_ns.is_some()
                 || log.engine_time.residencies != self.residencies)

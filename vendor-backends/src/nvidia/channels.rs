@@ -207,6 +207,11 @@ impl Channels {
         self.copy_engines.first().copied().unwrap_or(engine::COPY0)
     }
 
+    /// Returns whether the guest rings the GPU's doorbell itself.
+    pub fn has_direct_doorbell(&self) -> bool {
+        self.poller.is_none()
+    }
+
     /// Returns the number of channels.
     pub fn count(&self) -> u32 {
         self.by_id.len() as u32

@@ -33,7 +33,8 @@ use super::channels::Teardown;
 use super::device::Device;
 use super::manager_thread::ManagerThread;
 use super::memory::Memory;
-use super::vgpu_state::{MAX_SWITCH_WAIT, VgpuState};
+use super::observed_channels::MAX_SWITCH_WAIT;
+use super::vgpu_state::VgpuState;
 use super::vram_copier::VramCopier;
 use super::wire::{FromWorker, Grant};
 use super::{driver_queries, interrupt_thread};
@@ -201,7 +202,7 @@ impl Client for NvidiaClient {
         self.state.note_errors();
         let shares_group = self.state.channels().shares_compute_group(id);
         if shares_group {
-            self.state.await_switch(MAX_SWITCH_WAIT);
+            self.state.observed.await_switch(MAX_SWITCH_WAIT);
         }
         let running = self.state.running_before(Teardown::Channel(id));
         self.state.channels().destroy(id, running)

@@ -12,9 +12,10 @@ use mdev_core::gpu::{GpuError, Pending};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvidia_rm::rm_client::RmClient;
 
+use super::activity::REST_INTERVAL;
 use super::hang_detector::HangDetector;
 use super::observers::switch_probe::Request;
-use super::vgpu_state::{REST_INTERVAL, VgpuState};
+use super::vgpu_state::VgpuState;
 use super::wire::{FromManager, FromWorker, Load};
 
 /// Poll interval while the closing of a gate is delayed.
@@ -105,11 +106,11 @@ impl ManagerThread {
     fn check_vgpu(&mut self) {
         let contended = self.hang_detector.is_contended();
         self.state.note_errors();
-        self.state.activity().sample(&self.state, contended);
+        self.state.activity().sample(&self.state.observed, contended);
         self.next_hang_check = self.state.check_hang(&mut self.hang_detector);
         if self.closing_since.is_some_and(|since| !self.must_delay_closing(since.elapsed())) {
             self.closing_since = None;
-            if let Err(error) = self.state.set_gate(false) {
+            if let Err(error) = self.state.observed.set_gate(false) {
                 log::warn!("{error}");
             }
         }
@@ -148,7 +149,7 @@ impl ManagerThread {
                 self.manager = None;
                 self.closing_since = None;
                 // No other process would open the gate, and the guest must continue.
-                if let Err(error) = self.state.set_gate(true) {
+                if let Err(error) = self.state.observed.set_gate(true) {
                     log::warn!("{error}");
                 }
             }
@@ -187,7 +188,7 @@ impl ManagerThread {
         let state = &self.state;
         let done = match *message {
             FromManager::SetTimeslice(timeslice) => state.channels().set_timeslice(timeslice),
-            FromManager::SetGate(open) => state.set_gate(open),
+            FromManager::SetGate(open) => state.observed.set_gate(open),
             FromManager::Reset => {
                 state.reset(None);
                 Ok(())

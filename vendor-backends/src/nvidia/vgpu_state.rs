@@ -5,17 +5,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ipc::seqpacket::SeqPacket;
-use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
+use mdev_core::gpu::{EngineKind, Pending, Usage};
 
-use super::activity::{Activity, COPY_LINGER, LiveAccounting};
+use super::activity::{Activity, COPY_LINGER, LiveAccounting, REST_INTERVAL};
 use super::adoption::journal::{Journal, Live};
 use super::channels::{Channels, Running, Teardown};
 use super::doorbell_poller::DoorbellPoller;
 use super::hang_detector::{HangDetector, Hints, Residency, Verdict};
+use super::observed_channels::ObservedChannels;
 use super::observers::ctxsw_log::CtxswLog;
-use super::observers::switch_probe::{Probed, Request, SwitchProbe};
+use super::observers::switch_probe::{Request, SwitchProbe};
 use super::signals::Signals;
-use super::wait_check::Seen;
 use super::wire::Report;
 
 /// Poll interval for the rings of a busy vGPU; the resolution of its charged copy time.
@@ -24,46 +24,22 @@ const BUSY_INTERVAL: Duration = Duration::from_millis(5);
 /// Poll interval for vGPUs on the idle slice; bounds the latency of restoring their normal slice.
 const IDLE_SLICE_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Poll interval for other vGPUs, and for notifiers: the driver may raise the fault event before it
-/// writes the notifier.
-pub(super) const REST_INTERVAL: Duration = Duration::from_millis(50);
-
 /// Residency after which a kernel may be endless.
 const MAYBE_ENDLESS: Duration = Duration::from_millis(40);
 
 /// Maximum delay of closing a gate until the end of a residency.
 const MAX_CLOSE_DELAY: Duration = Duration::from_millis(50);
 
-/// Maximum time to wait for the engine before a channel of several is freed, and interval of
-/// looking at it. The hang detector acts earlier.
-pub(super) const MAX_SWITCH_WAIT: Duration = Duration::from_secs(2);
-const SWITCH_INTERVAL: Duration = Duration::from_millis(2);
-
 /// Time beyond the slice for which a teardown waits for the engine. Records of the log come late.
 const MAX_TEARDOWN_WAIT: Duration = Duration::from_millis(100);
-
-/// Minimum time without a residency before the GPU is taken to have no work of this vGPU.
-const ABSENT: Duration = Duration::from_millis(100);
-
-/// Rounds of the runlist without a residency before the GPU is taken to have no work of this vGPU.
-/// With many vGPUs, a round takes longer than [`ABSENT`].
-const ABSENT_ROUNDS: u32 = 4;
-
-/// Residencies that another process must have had, while this vGPU had none, before the GPU is
-/// taken to have no work of this vGPU, whatever its rings contain.
-const PASSED_OVER: u32 = 4;
 
 /// State that the threads share.
 #[derive(Debug)]
 pub struct VgpuState {
-    /// Channels of the vGPU.
-    pub channels: Mutex<Channels>,
+    /// Channels of the vGPU, and their observers.
+    pub observed: ObservedChannels,
     /// Poller that rings for the guest, unless the guest has the GPU's doorbell.
     pub poller: Option<Arc<DoorbellPoller>>,
-    /// Context switch log, if the driver has one.
-    pub ctxsw_log: Mutex<Option<CtxswLog>>,
-    /// Probe for context switches, if it works.
-    pub switch_probe: Mutex<Option<SwitchProbe>>,
     /// Activity of the rings.
     pub activity: Mutex<Activity>,
     /// Signals between the threads.
@@ -89,10 +65,8 @@ impl VgpuState {
             log.follow(poller.submissions.clone());
         }
         Ok(Self {
-            channels: Mutex::new(channels),
+            observed: ObservedChannels::new(channels, ctxsw_log, switch_probe),
             poller,
-            ctxsw_log: Mutex::new(ctxsw_log),
-            switch_probe: Mutex::new(switch_probe),
             activity: Mutex::default(),
             signals: Signals::new()?,
             next_manager: Mutex::default(),
@@ -103,7 +77,7 @@ impl VgpuState {
 
     /// Records engine time and activity. `closing` says that the gate is to be closed.
     pub fn record_accounting(&self, closing: bool) {
-        let log = self.ctxsw_log().as_ref().map(CtxswLog::position);
+        let log = self.observed.ctxsw_log().as_ref().map(CtxswLog::position);
         let used = self.channels().used();
         let count = |counter: fn(&DoorbellPoller) -> &AtomicU64| {
             self.poller.as_ref().map_or(0, |poller| counter(poller).load(Ordering::Relaxed))
@@ -113,21 +87,13 @@ impl VgpuState {
         self.journal.write_live(Live::Accounting, &live);
     }
 
-    /// Locks the channels. They match the driver's state even if a thread panicked.
+    /// Locks the channels.
     pub fn channels(&self) -> MutexGuard<'_, Channels> {
-        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+        self.observed.channels()
     }
 
     pub(super) fn activity(&self) -> MutexGuard<'_, Activity> {
         self.activity.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn switch_probe(&self) -> MutexGuard<'_, Option<SwitchProbe>> {
-        self.switch_probe.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn ctxsw_log(&self) -> MutexGuard<'_, Option<CtxswLog>> {
-        self.ctxsw_log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the work that the engines may execute after all entries were fetched.
@@ -137,7 +103,7 @@ impl VgpuState {
         }
         // Copy engines have no log. The last copy may continue for a while.
         let copying = self.activity().since_fetch(EngineKind::Copy) < COPY_LINGER;
-        Running { copying, resident: self.residency().is_some(), long_kernel: false }
+        Running { copying, resident: self.observed.residency().is_some(), long_kernel: false }
     }
 
     /// Returns the work that the engines may execute, before channels are torn down. If compute
@@ -149,7 +115,7 @@ impl VgpuState {
             return running;
         }
         let limit = self.channels().timeslice() + MAX_TEARDOWN_WAIT;
-        let long_kernel = if let Some(switched) = self.await_switch(limit) {
+        let long_kernel = if let Some(switched) = self.observed.await_switch(limit) {
             !switched
         } else {
             // The guest's ring tells, if the probe does not work.
@@ -157,7 +123,7 @@ impl VgpuState {
             let channels = self.channels();
             let shows_work = channels.load.contended && channels.has_queued(EngineKind::Compute);
             drop(channels);
-            shows_work && self.residency().is_some_and(exceeds)
+            shows_work && self.observed.residency().is_some_and(exceeds)
         };
         Running { long_kernel, ..self.engines_running() }
     }
@@ -178,28 +144,14 @@ impl VgpuState {
         self.signals.raise(Pending::CHANNEL_ERROR);
     }
 
-    /// Returns the current residency on the compute engine, as far as the driver logs it.
-    fn residency(&self) -> Option<Residency> {
-        let created_ns = self.channels().in_use_since(EngineKind::Compute);
-        let mut log = self.ctxsw_log();
-        let log = log.as_mut()?;
-        log.read().ok()?;
-        // After a channel reset, the end of a residency may be missing in the log. A residency from
-        // before the creation of the group has therefore ended.
-        let current = |since: &u64| created_ns.is_some_and(|created| *since >= created);
-        let since_ns = log.engine_time.resident_since_ns.filter(current)?;
-        let duration = Duration::from_nanos(log.now_ns()?.saturating_sub(since_ns));
-        Some(Residency { since_ns, duration, switches: log.switches })
-    }
-
     /// Resets the compute groups if a kernel hangs. Otherwise returns when to check again, if soon.
     pub(super) fn check_hang(&self, detector: &mut HangDetector) -> Option<Duration> {
         let hints = Hints {
             since_fetch: self.activity().since_fetch(EngineKind::Compute),
             timeslice: self.channels().timeslice(),
         };
-        let probe = |request| self.probe(request);
-        match detector.check(Instant::now(), hints, || self.residency(), probe) {
+        let probe = |request| self.observed.probe(request);
+        match detector.check(Instant::now(), hints, || self.observed.residency(), probe) {
             Verdict::NotHung => None,
             // poll() takes whole milliseconds.
             Verdict::CheckAfter(after) => Some(after + Duration::from_millis(1)),
@@ -209,36 +161,6 @@ impl VgpuState {
                 None
             }
         }
-    }
-
-    /// Asks for a context switch, unless `request` was made before. Returns the state of the
-    /// request. None if the probe does not work.
-    pub(super) fn probe(&self, request: Option<Request>) -> Option<Probed> {
-        let mut probe = self.switch_probe();
-        let probe = probe.as_mut().filter(|probe| probe.works())?;
-        let request = request.unwrap_or_else(|| probe.request());
-        let requested_at = probe.requested_at();
-        Some(Probed { request, requested_at, served: probe.is_served(request) })
-    }
-
-    /// Waits until the engine changes to the probe, or until the hang detector has reset the
-    /// groups, if other vGPUs have work. Freeing a channel of a group waits for the kernel that
-    /// runs, and blocks all clients of the driver meanwhile. Returns false after `limit`, and None
-    /// if the probe does not work.
-    pub(super) fn await_switch(&self, limit: Duration) -> Option<bool> {
-        let (started, mut request) = (Instant::now(), None);
-        while self.channels().load.contended && self.residency().is_some() {
-            let probed = self.probe(request)?;
-            if probed.served {
-                break;
-            }
-            if started.elapsed() >= limit {
-                return Some(false);
-            }
-            request = Some(probed.request);
-            std::thread::sleep(SWITCH_INTERVAL);
-        }
-        Some(true)
     }
 
     /// Returns whether a gate that should have closed `waited` ago must stay open for now.
@@ -254,9 +176,9 @@ impl VgpuState {
         contended: bool,
         request: &mut Option<Request>,
     ) -> bool {
-        let Some(residency) = self.residency() else { return false };
+        let Some(residency) = self.observed.residency() else { return false };
         let may_be_endless = residency.duration > MAYBE_ENDLESS;
-        let probed = if may_be_endless { self.probe(*request) } else { None };
+        let probed = if may_be_endless { self.observed.probe(*request) } else { None };
         *request = probed.map(|probed| probed.request);
         let endless = match probed {
             Some(probed) => !probed.served,
@@ -265,73 +187,6 @@ impl VgpuState {
             }
         };
         endless || contended && waited < MAX_CLOSE_DELAY
-    }
-
-    /// Opens or closes the gate. Engine time behind a closed gate is not charged.
-    pub(super) fn set_gate(&self, open: bool) -> Result<(), GpuError> {
-        let done = self.channels().set_gate(open);
-        let mut log = self.ctxsw_log();
-        if let Some(log) = &mut *log
-            && done.is_ok()
-            && log.read().is_ok()
-            && let Some(now) = log.now_ns()
-        {
-            log.gate(open, now);
-        }
-        done
-    }
-
-    /// Returns whether the vGPU is resident on the compute engine, and how often it was, as of the
-    /// last time that the log was read, or as of now. None if the log does not tell the vGPU from
-    /// the probe.
-    pub(super) fn residencies(&self, now: bool) -> Option<(bool, u64)> {
-        let mut log = self.ctxsw_log();
-        let log = log.as_mut()?;
-        if now {
-            log.read().ok()?;
-        }
-        if !log.knows_probe() {
-            return None;
-        }
-        Some((log.engine_time.resident_since_ns.is_some(), log.engine_time.residencies))
-    }
-
-    /// Returns what the log shows about the compute engine. None if the log does not tell the vGPU
-    /// from the probe.
-    pub(super) fn seen_in_log(&self) -> Option<Seen> {
-        let mut log = self.ctxsw_log();
-        let log = log.as_mut()?;
-        log.read().ok()?;
-        let now_ns = log.now_ns().filter(|_| log.knows_probe())?;
-        let since = |at_ns: u64| Duration::from_nanos(now_ns.saturating_sub(at_ns));
-        Some(Seen {
-            resident: log.engine_time.resident_since_ns.is_some(),
-            residencies: log.engine_time.residencies,
-            since_resident: since(log.engine_time.last_resident_ns),
-            since_switch: since(log.last_record_ns),
-        })
-    }
-
-    /// Returns whether other processes repeatedly had the compute engine while this vGPU had not.
-    pub(super) fn is_passed_over(&self) -> bool {
-        let absent = ABSENT.max(self.channels().load.round.saturating_mul(ABSENT_ROUNDS));
-        let mut log = self.ctxsw_log();
-        log.as_mut().is_some_and(|log| {
-            let Ok(_) = log.read() else { return false };
-            let last_ns = log.demand.absent_since_ns(log.engine_time.last_resident_ns);
-            log.engine_time.resident_since_ns.is_none()
-                && log.others.have_passed_over(PASSED_OVER)
-                && log
-                    .now_ns()
-                    .is_some_and(|now| now.saturating_sub(last_ns) > absent.as_nanos() as u64)
-        })
-    }
-
-    /// Notes that the vGPU has no work for the compute engine, whatever its rings contain.
-    pub(super) fn note_no_work(&self) {
-        if let Some(log) = &mut *self.ctxsw_log() {
-            log.demand.has_no_work();
-        }
     }
 
     /// Returns the interval at which to poll the rings.
@@ -354,7 +209,7 @@ impl VgpuState {
         };
         let mut compute_ns = 0;
         let mut demand = None;
-        if let Some(log) = &mut *self.ctxsw_log() {
+        if let Some(log) = &mut *self.observed.ctxsw_log() {
             log.demand.set_slices(slice.as_nanos() as u64, load.round.as_nanos() as u64);
             if let Err(error) = log.read() {
                 log::debug!("{error}");

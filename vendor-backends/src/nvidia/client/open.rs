@@ -198,7 +198,7 @@ fn fixed_objects(
     copy_engines: Vec<u32>,
     state: &VgpuState,
 ) -> FixedObjects {
-    let probe = state.switch_probe().as_ref().map(SwitchProbe::objects);
+    let probe = state.observed.switch_probe().as_ref().map(SwitchProbe::objects);
     FixedObjects {
         device: device.device.handle(),
         subdevice: device.subdevice.handle(),
@@ -206,7 +206,7 @@ fn fixed_objects(
         events: events.objects.each_ref().map(|object| object.handle()),
         copy_engines,
         notifiers: state.channels().notifiers().to_vec(),
-        log: state.ctxsw_log().as_ref().map(CtxswLog::objects),
+        log: state.observed.ctxsw_log().as_ref().map(CtxswLog::objects),
         probe,
     }
 }

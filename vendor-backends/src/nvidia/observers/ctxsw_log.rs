@@ -81,6 +81,19 @@ pub struct CtxswLog {
     probe_context: Option<u32>,
 }
 
+/// What the context switch log shows.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen {
+    /// The vGPU has the engine.
+    pub resident: bool,
+    /// Number of completed residencies of the vGPU.
+    pub residencies: u64,
+    /// Time since the vGPU had the engine.
+    pub since_resident: Duration,
+    /// Time since the engine changed to another context, of any process.
+    pub since_switch: Duration,
+}
+
 /// Place in the context switch log, and what was counted up to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogPosition {

@@ -4,7 +4,7 @@
 //! that waits for another one's kernel can look as if all its work had been done. So a vGPU counts
 //! as waiting if it lost the engine soon after its last sign of work, or has not had it since,
 //! while another context keeps the engine from its
-//! [`SwitchProbe`](super::observers::switch_probe::SwitchProbe).
+//! [`SwitchProbe`](crate::nvidia::observers::switch_probe::SwitchProbe).
 //!
 //! If the probe gets the engine twice and the vGPU does not, then the vGPU has no work: the GPU
 //! gives every group with work its turn. A probe makes the GPU switch contexts twice, so it is used
@@ -12,7 +12,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::observers::switch_probe::{Probed, Request};
+use crate::nvidia::observers::ctxsw_log::Seen;
+use crate::nvidia::observers::switch_probe::{Probed, Request};
 
 /// Time for which one context must have kept the engine before the probe asks for it.
 const HELD_FOR: Duration = Duration::from_millis(20);
@@ -29,19 +30,6 @@ const MAY_CONTINUE: Duration = Duration::from_millis(100);
 
 /// Number of times that the probe gets the engine in the turns of all groups.
 const PASSES: u32 = 2;
-
-/// What the context switch log shows.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Seen {
-    /// The vGPU has the engine.
-    pub resident: bool,
-    /// Number of completed residencies of the vGPU.
-    pub residencies: u64,
-    /// Time since the vGPU had the engine.
-    pub since_resident: Duration,
-    /// Time since the engine changed to another context, of any process.
-    pub since_switch: Duration,
-}
 
 /// A request to the probe, and what was known at that time.
 #[derive(Clone, Copy, Debug)]

@@ -11,8 +11,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::observers::switch_probe::Request;
-use super::vgpu_state::VgpuState;
+use crate::nvidia::observed_channels::ObservedChannels;
+use crate::nvidia::observers::switch_probe::Request;
 
 /// Time in which an idle context leaves the engine to the probe.
 const LEAVES_WITHIN: Duration = Duration::from_millis(30);
@@ -44,25 +44,30 @@ pub(super) struct IdleCheck {
 impl IdleCheck {
     /// Returns whether a context that may be resident has work. `rings` is the number of rings so
     /// far.
-    pub(super) fn has_work(&mut self, state: &VgpuState, now: Instant, rings: u64) -> bool {
+    pub(super) fn has_work(
+        &mut self,
+        observed: &ObservedChannels,
+        now: Instant,
+        rings: u64,
+    ) -> bool {
         let asked = self.asked.filter(|asked| asked.rings == rings);
-        let Some((resident, residencies)) = state.residencies(asked.is_some()) else {
+        let Some((resident, residencies)) = observed.residencies(asked.is_some()) else {
             return false;
         };
         let Some(asked) = asked else {
             if resident && self.may_check(now) {
-                self.ask(state, now, rings, residencies);
+                self.ask(observed, now, rings, residencies);
             }
             return false;
         };
         let has_left = residencies > asked.residencies;
         if has_left && resident {
             // The context is back without a ring.
-            self.ask(state, now, rings, residencies);
+            self.ask(observed, now, rings, residencies);
             self.hidden_at = Some(now);
             return true;
         }
-        let served = || state.probe(Some(asked.request)).is_none_or(|probed| probed.served);
+        let served = || observed.probe(Some(asked.request)).is_none_or(|probed| probed.served);
         // A long kernel is not hidden: it shows nothing.
         resident && now.duration_since(asked.at) > LEAVES_WITHIN && !served()
     }
@@ -73,8 +78,8 @@ impl IdleCheck {
         within(self.hidden_at, SUSPECT_FOR) || !within(checked_at, CHECK_INTERVAL)
     }
 
-    fn ask(&mut self, state: &VgpuState, at: Instant, rings: u64, residencies: u64) {
-        if let Some(probed) = state.probe(None) {
+    fn ask(&mut self, observed: &ObservedChannels, at: Instant, rings: u64, residencies: u64) {
+        if let Some(probed) = observed.probe(None) {
             self.asked = Some(Asked { request: probed.request, at, rings, residencies });
         }
     }
