@@ -12,7 +12,7 @@
 //! * [`staged_memory`]: video memory that is saved and restored through staging memory
 //! * [`backend`]: GPU backends of this build
 //! * [`gpu_process`]: GPU process of a parent
-//! * [`spawn`], [`process`]: start of processes and threads; signals to a process, and its end
+//! * [`spawn`]: start of processes and threads; signals to a process, and its end
 //! * [`systemd`]: socket activation and notifications
 //! * [`logger`], [`log_limiter`]: log lines, and their rate limit; [`vgpu_names`]: names of vGPUs
 //!   in them
@@ -30,7 +30,6 @@ pub mod http_server;
 pub mod log_limiter;
 pub mod logger;
 pub mod manager;
-pub mod process;
 pub mod run;
 pub mod service;
 pub mod spawn;

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use crate::process::{KILL_TIMEOUT, Process};
+use crate::spawn::{KILL_TIMEOUT, Process};
 use crate::systemd::{self, Notifier};
 use vgpud_api::ErrorDetail;
 

@@ -3,6 +3,10 @@
 //! A role of `vgpud` is a process of the same program. It has its descriptors at 3, 4, 5 and so on,
 //! an empty stdin, its own session (a Ctrl-C for the manager does not reach it) and no core file,
 //! which would hold guest memory. It outlives the manager, and the next manager adopts it.
+//!
+//! * `process`: signals to a process, and its end
+
+mod process;
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
@@ -19,8 +23,9 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use nix::sys::stat::{Mode, umask};
 
-pub use crate::process::{Process, ProcessRecord};
 use vgpud_host::users::Account;
+
+pub use self::process::{KILL_TIMEOUT, Process, ProcessRecord};
 
 /// Number of the first descriptor of a role.
 pub const FIRST_FD: RawFd = 3;

@@ -14,7 +14,7 @@ use vgpud_host::text::one_line;
 use crate::spawn;
 use crate::worker::journal::kept::{Key, Message};
 use crate::worker_protocol::{
-    MemoryRange, OLDEST, Restored, VERSION, WorkerReply, WorkerRequest, WorkerStatus,
+    MAX_PROCESSES, MemoryRange, OLDEST, Restored, VERSION, WorkerReply, WorkerRequest, WorkerStatus,
 };
 
 /// Limit of the wait for a worker's reply. A worker replies between two requests of its VM, which
@@ -29,9 +29,6 @@ const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Limit of the warnings of a worker.
 const MAX_WARNINGS: usize = 16;
-
-/// Limit of the processes of a worker's programs.
-pub const MAX_PROCESSES: usize = 256;
 
 /// Limit of workers that are asked at once, each on a thread.
 const MAX_ASKED: usize = 256;

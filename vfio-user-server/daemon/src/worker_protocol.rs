@@ -197,6 +197,9 @@ pub struct WorkerStatus {
     pub programs: Option<ProgramsStatus>,
 }
 
+/// Limit of the processes in [`ProgramsStatus`].
+pub const MAX_PROCESSES: usize = 256;
+
 /// CUDA programs on a vGPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgramsStatus {

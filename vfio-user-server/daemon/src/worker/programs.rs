@@ -35,8 +35,7 @@ use super::journal::kept::Key;
 use super::journal::{Answer, OpenFile, ProgramChanges, ProgramState};
 use super::queue_thread::ProgramsInVm;
 use super::request_budget::{self, Budget};
-use crate::worker_client::MAX_PROCESSES;
-use crate::worker_protocol::ProgramsStatus;
+use crate::worker_protocol::{MAX_PROCESSES, ProgramsStatus};
 use vgpud_api::AttachedClient;
 
 /// Limit of processes on a vGPU.

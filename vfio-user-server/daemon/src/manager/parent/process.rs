@@ -22,8 +22,7 @@ use crate::manager::environment::Environment;
 use crate::manager::run_dir::{self, RunDir};
 use crate::manager::sockets;
 use crate::manager::watcher::{Generation, Watched};
-use crate::process::KILL_TIMEOUT;
-use crate::spawn::{self, Limits, Process, ProcessRecord};
+use crate::spawn::{self, KILL_TIMEOUT, Limits, Process, ProcessRecord};
 use vgpud_host::text::one_line;
 use vgpud_host::users::Account;
 

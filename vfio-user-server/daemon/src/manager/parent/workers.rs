@@ -9,7 +9,7 @@ use crate::manager::environment::Environment;
 use crate::manager::vgpu::lifecycle::State;
 use crate::manager::vgpu::{AfterDeath, StopWaiter, Vgpu};
 use crate::manager::watcher::Generation;
-use crate::process::Process;
+use crate::spawn::Process;
 use vgpud_api::ErrorCode;
 
 impl Parent {

@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 
 use programs::control_queue::ControlQueue;
 
-use crate::worker_client::MAX_PROCESSES;
-use crate::worker_protocol::ProgramsStatus;
+use crate::worker_protocol::{MAX_PROCESSES, ProgramsStatus};
 
 /// Interval of updates. Each looks at all objects of the programs.
 const INTERVAL: Duration = Duration::from_millis(100);

@@ -173,7 +173,7 @@ impl Process {
     pub fn leave(mut self) {
         let Some(mut child) = self.child.take() else { return };
         if let Ok(None) = child.try_wait()
-            && let Err(error) = crate::spawn::thread("reaper", move || child.wait())
+            && let Err(error) = super::thread("reaper", move || child.wait())
         {
             log::warn!("Process {} may remain as a zombie: {error}", self.pid);
         }
