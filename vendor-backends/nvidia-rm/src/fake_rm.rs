@@ -13,7 +13,7 @@ mod probes;
 mod process;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -42,8 +42,9 @@ pub const VIDEO_MEMORY: u64 = 80 << 30;
 const GUEST_CONTEXT: u32 = 1;
 const PROBE_CONTEXT: u32 = 2;
 
-/// Inode number of an open file. It also identifies duplicated descriptors.
-type FileId = u64;
+/// Device and inode number of an open file, which duplicated descriptors share. Inodes of memory
+/// files and of pipes are numbered apart.
+type FileId = (u64, u64);
 
 /// Open device node.
 #[derive(Debug)]
@@ -301,14 +302,18 @@ impl State {
     }
 }
 
+fn id_of(file: &Metadata) -> FileId {
+    (file.dev(), file.ino())
+}
+
 fn file_id(fd: &impl AsFd) -> io::Result<FileId> {
     let fd = fd.as_fd().try_clone_to_owned()?;
-    Ok(File::from(fd).metadata()?.ino())
+    Ok(id_of(&File::from(fd).metadata()?))
 }
 
 /// Returns the file of a descriptor number, as the driver resolves it.
 fn id_of_number(number: i32) -> io::Result<FileId> {
-    Ok(std::fs::metadata(format!("/proc/self/fd/{number}"))?.ino())
+    Ok(id_of(&std::fs::metadata(format!("/proc/self/fd/{number}"))?))
 }
 
 /// Opens the file of a descriptor number for writing.
