@@ -11,12 +11,11 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use crate::cleanup::Scratch;
+use crate::cache::{self, cache_folder};
 use crate::debs::{self, Debs};
 use crate::guest::Output;
 use crate::machine::Machine;
 use crate::progress::Progress;
-use crate::root::{cache_folder, lock};
 
 /// Version of the cached folder's contents.
 const LAYOUT: &str = "checkers-3";
@@ -51,38 +50,26 @@ impl Checkers {
 
     /// Finds the checkers in the cache, or fetches about 110 MiB.
     pub fn open(progress: &Progress) -> Result<Self> {
-        let cache = cache_folder()?;
-        let folder = cache.join(LAYOUT);
-        let checkers = Self { root: folder.clone() };
-        if folder.exists() {
-            return Ok(checkers);
-        }
-        let _lock = lock(&cache, progress)?;
-        if folder.exists() {
-            return Ok(checkers);
-        }
-        let partial = Scratch::at(cache.join("checkers.partial"))?;
-        let fetched = cache.join("checkers.fetched");
-        let step = progress.step("Fetching Debian's checkers of packages");
-        let debs = Debs::open(&fetched)?;
-        debs.fetch_chosen(&["?essential", "lintian", "mandoc", "apparmor", "promtool"])?;
-        // Needed only for its AppArmor profiles.
-        debs.fetch(&["libvirt-daemon-driver-qemu", "libvirt-daemon"])?;
-        step.done();
-        let step = progress.step("Unpacking them");
-        debs::unpack(&debs.packages()?, partial.path())?;
-        prepare(partial.path())?;
-        for folder in NOT_NEEDED {
-            let _ = fs::remove_dir_all(partial.path().join(folder));
-        }
-        // Replaces a step of base-files' script: lintian reads the vendor of packages from this
-        // link.
-        let origins = partial.path().join("etc/dpkg/origins");
-        symlink("debian", origins.join("default")).context("Cannot say that this is a Debian")?;
-        partial.rename(&folder)?;
-        let _ = fs::remove_dir_all(&fetched);
-        step.done();
-        Ok(checkers)
+        let found = |folder: &Path| folder.exists().then(|| Self { root: folder.to_owned() });
+        cache::find_or_prepare(&cache_folder()?, LAYOUT, progress, found, |folder, fetched| {
+            let step = progress.step("Fetching Debian's checkers of packages");
+            let debs = Debs::open(fetched)?;
+            debs.fetch_chosen(&["?essential", "lintian", "mandoc", "apparmor", "promtool"])?;
+            // Needed only for its AppArmor profiles.
+            debs.fetch(&["libvirt-daemon-driver-qemu", "libvirt-daemon"])?;
+            step.done();
+            let step = progress.step("Unpacking them");
+            debs::unpack(&debs.packages()?, folder)?;
+            prepare(folder)?;
+            debs::remove_parts(folder, &NOT_NEEDED);
+            // Replaces a step of base-files' script: lintian reads the vendor of packages from this
+            // link.
+            let origins = folder.join("etc/dpkg/origins");
+            symlink("debian", origins.join("default"))
+                .context("Cannot say that this is a Debian")?;
+            step.done();
+            Ok(())
+        })
     }
 
     /// Runs a shell script with the checkers in a writable folder of the host.
@@ -91,10 +78,14 @@ impl Checkers {
     }
 }
 
-/// Creates the mount points of [`run_in`].
+/// Creates the mount points of [`run_in`], and the link that the script of Debian's mawk creates.
 pub(crate) fn prepare(root: &Path) -> Result<()> {
     for folder in ["proc", "dev", "tmp", "mnt"] {
         fs::create_dir_all(root.join(folder))?;
+    }
+    let awk = root.join("usr/bin/awk");
+    if !awk.exists() {
+        symlink("mawk", awk)?;
     }
     Ok(())
 }

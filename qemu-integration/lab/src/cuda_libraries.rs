@@ -4,14 +4,13 @@
 //! free: nothing of them is part of Tessera or of what it ships.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use crate::cleanup::Scratch;
-use crate::debs::{self, Debs};
+use crate::cache::{self, cache_folder};
+use crate::debs::{self, Debs, Sources};
 use crate::progress::Progress;
-use crate::root::{cache_folder, lock};
 
 /// Packages with libcuda, and with NVML and its program.
 const PACKAGES: [&str; 3] = ["libcuda1", "libnvidia-ml1", "nvidia-smi"];
@@ -28,37 +27,27 @@ pub struct CudaLibraries {
 impl CudaLibraries {
     /// Finds or fetches the libraries.
     pub fn open(progress: &Progress) -> Result<Self> {
-        let cache = cache_folder()?;
-        let root = cache.join("cuda");
-        let libraries = Self { root };
-        if libraries.are_complete() {
-            return Ok(libraries);
-        }
-        if !Debs::possible() || !cfg!(target_arch = "x86_64") {
-            bail!(
-                "NVIDIA's libraries come as Debian packages for x86-64: run this on Debian or Ubuntu"
-            );
-        }
-        let _lock = lock(&cache, progress)?;
-        if libraries.are_complete() {
-            return Ok(libraries);
-        }
-        let step = progress.step("Fetching NVIDIA's libraries from Debian");
-        let fetched = cache.join("cuda-fetched");
-        let debs = Debs::open_components(&fetched, "main non-free")?;
-        debs.fetch(&PACKAGES)?;
-        let partial = Scratch::at(cache.join("cuda-partial"))?;
-        debs::unpack(&debs.packages()?, partial.path())?;
-        if libraries.root.exists() {
-            fs::remove_dir_all(&libraries.root)?;
-        }
-        partial.rename(&libraries.root)?;
-        let _ = fs::remove_dir_all(&fetched);
-        step.done();
-        if !libraries.are_complete() {
-            bail!("Debian's packages {} have no libcuda any more", PACKAGES.join(", "));
-        }
-        Ok(libraries)
+        let found = |folder: &Path| {
+            let libraries = Self { root: folder.to_owned() };
+            libraries.are_complete().then_some(libraries)
+        };
+        cache::find_or_prepare(&cache_folder()?, "cuda", progress, found, |folder, fetched| {
+            if !Debs::possible() || !cfg!(target_arch = "x86_64") {
+                bail!(
+                    "NVIDIA's libraries come as Debian packages for x86-64: run this on Debian or Ubuntu"
+                );
+            }
+            let step = progress.step("Fetching NVIDIA's libraries from Debian");
+            let sources = Sources { components: "main non-free", ..Sources::default() };
+            let debs = Debs::open_sources(fetched, sources)?;
+            debs.fetch(&PACKAGES)?;
+            debs::unpack(&debs.packages()?, folder)?;
+            step.done();
+            if found(folder).is_none() {
+                bail!("Debian's packages {} have no libcuda any more", PACKAGES.join(", "));
+            }
+            Ok(())
+        })
     }
 
     fn are_complete(&self) -> bool {

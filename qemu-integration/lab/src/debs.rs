@@ -22,16 +22,32 @@ const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 const KEYRING_REMEDY: &str =
     "Debian's archive keys are missing: run `apt-get install debian-archive-keyring` as root";
 const RELEASE: &str = "trixie";
+const BACKPORTS: &str = "trixie-backports";
 const FETCH_LIMIT: Duration = Duration::from_secs(900);
 
 /// Apt with lists, status and cache in one folder, for one release of Debian and its backports.
 #[derive(Debug)]
 pub struct Debs {
     folder: PathBuf,
-    /// Types of packages (`deb`, `deb-src`), suites and components of Debian's archive.
-    types: &'static str,
-    suites: String,
-    components: &'static str,
+    sources: Sources,
+}
+
+/// Part of Debian's archive.
+#[derive(Clone, Copy, Debug)]
+pub struct Sources {
+    /// Types of packages: `deb`, `deb-src`.
+    pub types: &'static str,
+    /// Suites.
+    pub suites: &'static [&'static str],
+    /// Components, such as `main non-free`.
+    pub components: &'static str,
+}
+
+impl Default for Sources {
+    /// Returns the packages of the lab's release and its backports.
+    fn default() -> Self {
+        Self { types: "deb", suites: &[RELEASE, BACKPORTS], components: "main" }
+    }
 }
 
 impl Debs {
@@ -43,37 +59,18 @@ impl Debs {
     /// Sets up apt in `folder`, which may hold fetched packages of an earlier run, and reads the
     /// package lists.
     pub fn open(folder: &Path) -> Result<Self> {
-        Self::open_components(folder, "main")
+        Self::open_sources(folder, Sources::default())
     }
 
-    /// Sets up apt as [`Self::open`], with components of Debian's archive such as `main non-free`.
-    pub fn open_components(folder: &Path, components: &'static str) -> Result<Self> {
-        Self::open_suites(folder, format!("{RELEASE} {RELEASE}-backports"), components)
-    }
-
-    /// Sets up apt as [`Self::open_components`], with other suites.
-    pub fn open_suites(folder: &Path, suites: String, components: &'static str) -> Result<Self> {
-        Self::open_types(folder, "deb", suites, components)
-    }
-
-    /// Sets up apt for packages and source packages of other suites.
-    pub fn open_with_sources(folder: &Path, suites: String) -> Result<Self> {
-        Self::open_types(folder, "deb deb-src", suites, "main")
-    }
-
-    fn open_types(
-        folder: &Path,
-        types: &'static str,
-        suites: String,
-        components: &'static str,
-    ) -> Result<Self> {
+    /// Sets up apt as [`Self::open`], for another part of the archive.
+    pub fn open_sources(folder: &Path, sources: Sources) -> Result<Self> {
         for sub in ["sources", "state/lists/partial", "cache/archives/partial", "log"] {
             let path = folder.join(sub);
             fs::create_dir_all(&path)
                 .with_context(|| format!("Cannot make the folder {}", path.display()))?;
         }
         fs::write(folder.join("status"), "")?;
-        let debs = Self { folder: folder.to_path_buf(), types, suites, components };
+        let debs = Self { folder: folder.to_path_buf(), sources };
         install_keyring()?;
         let mirror = host_mirror();
         let first = debs.update(mirror.as_deref().unwrap_or(DEFAULT_MIRROR));
@@ -85,10 +82,11 @@ impl Debs {
     }
 
     fn update(&self, mirror: &str) -> Result<()> {
+        let Sources { types, suites, components } = self.sources;
         let sources = format!(
-            "Types: {}\nURIs: {mirror}\nSuites: {}\n\
-             Components: {}\nArchitectures: amd64\nSigned-By: {KEYRING}\n",
-            self.types, self.suites, self.components
+            "Types: {types}\nURIs: {mirror}\nSuites: {}\n\
+             Components: {components}\nArchitectures: amd64\nSigned-By: {KEYRING}\n",
+            suites.join(" ")
         );
         fs::write(self.folder.join("sources/lab.sources"), sources)?;
         let mut command = self.apt("apt-get");
@@ -102,7 +100,7 @@ impl Debs {
     /// Fetches packages from backports, with all dependencies.
     pub fn fetch_closure(&self, packages: &[&str]) -> Result<()> {
         let mut command = self.apt("apt-get");
-        command.args(["-y", "--download-only", "-t", &format!("{RELEASE}-backports"), "install"]);
+        command.args(["-y", "--download-only", "-t", BACKPORTS, "install"]);
         command.args(packages);
         self.run(command).context("Cannot fetch packages").map(drop)
     }
@@ -233,6 +231,13 @@ pub fn run_quietly(mut command: Command, log: &Path) -> Result<String> {
     fs::remove_file(&out)?;
     fs::remove_file(&err)?;
     Ok(text)
+}
+
+/// Removes parts of unpacked packages that nothing reads.
+pub(crate) fn remove_parts(root: &Path, parts: &[&str]) {
+    for part in parts {
+        let _ = fs::remove_dir_all(root.join(part));
+    }
 }
 
 /// Unpacks packages below `root`, several in parallel.

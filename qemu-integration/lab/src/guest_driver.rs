@@ -11,13 +11,13 @@ use anyhow::{Context, Result, bail, ensure};
 use uuid::Uuid;
 
 use crate::build::{self, workspace};
+use crate::cache::{self, cache_folder, lock};
 use crate::checkers;
 use crate::cleanup::Scratch;
-use crate::debs::{self, Debs};
+use crate::debs::{self, Debs, Sources};
 use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::progress::Progress;
-use crate::root::{cache_folder, lock};
 use crate::whole_file;
 
 /// Version of the cached folder's contents.
@@ -57,30 +57,19 @@ pub struct Target {
 impl Kernels {
     /// Finds or fetches the kernels and compilers, some 500 MiB. Otherwise returns the reason.
     pub fn open(progress: &Progress) -> Result<Result<Self, String>> {
-        let cache = cache_folder()?;
-        let kernels = Self { folder: cache.join(LAYOUT) };
-        if kernels.folder.exists() {
-            return Ok(Ok(kernels));
-        }
-        // The compilers run in a separate root.
-        if let Some(reason) = Machine::impossible() {
-            return Ok(Err(reason));
-        }
-        let _lock = lock(&cache, progress)?;
-        if kernels.folder.exists() {
-            return Ok(Ok(kernels));
-        }
-        let step = progress.step("Fetching headers of Debian's kernels, and compilers");
-        let fetched = Scratch::at(cache.join("guest-driver-fetched"))?;
-        let partial = Scratch::at(cache.join("guest-driver-partial"))?;
-        let debs = match Debs::open_suites(fetched.path(), SUITES.join(" "), "main") {
-            Ok(debs) => debs,
-            Err(error) => return Ok(Err(format!("{error:#}"))),
+        let found = |folder: &Path| folder.exists().then(|| Self { folder: folder.to_owned() });
+        let prepare = |folder: &Path, fetched: &Path| {
+            // The compilers run in a separate root.
+            Machine::require()?;
+            let step = progress.step("Fetching headers of Debian's kernels, and compilers");
+            let sources = Sources { suites: &SUITES, ..Sources::default() };
+            let debs =
+                Debs::open_sources(fetched, sources).map_err(|error| cache::unavailable(&error))?;
+            prepare(&debs, folder).context("Cannot prepare Debian's kernels")?;
+            step.done();
+            Ok(())
         };
-        prepare(&debs, partial.path()).context("Cannot prepare Debian's kernels")?;
-        partial.rename(&kernels.folder)?;
-        step.done();
-        Ok(Ok(kernels))
+        cache::or_reason(cache::find_or_prepare(&cache_folder()?, LAYOUT, progress, found, prepare))
     }
 
     /// Returns the kernels, oldest first.
@@ -208,14 +197,7 @@ fn prepare(debs: &Debs, folder: &Path) -> Result<()> {
     debs.fetch_chosen(&wanted)?;
     debs::unpack(&debs.packages()?, &root)?;
     checkers::prepare(&root)?;
-    // Replaces a step of the package's script.
-    let awk = root.join("usr/bin/awk");
-    if !awk.exists() {
-        std::os::unix::fs::symlink("mawk", awk)?;
-    }
-    for part in NOT_NEEDED {
-        let _ = fs::remove_dir_all(root.join(part));
-    }
+    debs::remove_parts(&root, &NOT_NEEDED);
     debs.fetch(&["busybox-static"])?;
     for (suite, image) in images {
         let release = image.strip_prefix("linux-image-").unwrap_or(&image);

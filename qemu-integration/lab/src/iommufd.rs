@@ -11,13 +11,13 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::Lab;
+use crate::cache::{self, cache_folder};
 use crate::checkers;
 use crate::cleanup::Scratch;
 use crate::debs::{self, Debs};
 use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::progress::Progress;
-use crate::root::{cache_folder, lock};
 use crate::vfio;
 
 /// Version of the cached folder's contents.
@@ -69,32 +69,19 @@ pub fn lab(
 /// Returns the kernel, cached or newly compiled. Otherwise returns the reason.
 fn kernel(progress: &Progress) -> Result<Result<Kernel, String>> {
     let cache = cache_folder()?;
-    let folder = cache.join(LAYOUT);
-    let complete = || folder.exists().then(|| Kernel::in_folder(&folder).with_uncompressed());
-    if let Some(kernel) = complete() {
-        return Ok(Ok(kernel));
-    }
-    // The compiler runs in a separate root.
-    if let Some(reason) = Machine::impossible() {
-        return Ok(Err(reason));
-    }
-    let _lock = lock(&cache, progress)?;
-    if let Some(kernel) = complete() {
-        return Ok(Ok(kernel));
-    }
-    let fetched = Scratch::at(cache.join("iommufd-fetched"))?;
-    let step = progress.step("Fetching the sources of a kernel's iommufd, and a compiler");
-    let packages = match Packages::fetch(fetched.path()) {
-        Ok(packages) => packages,
-        Err(error) => return Ok(Err(format!("{error:#}"))),
-    };
-    step.done();
-    let step = progress.step("Compiling iommufd and vfio for that kernel");
-    let partial = Scratch::at(cache.join("iommufd-partial"))?;
-    packages.make(&cache, partial.path()).context("Cannot compile a kernel's iommufd")?;
-    partial.rename(&folder)?;
-    step.done();
-    Ok(Ok(Kernel::in_folder(&folder).with_uncompressed()))
+    let found =
+        |folder: &Path| folder.exists().then(|| Kernel::in_folder(folder).with_uncompressed());
+    cache::or_reason(cache::find_or_prepare(&cache, LAYOUT, progress, found, |folder, fetched| {
+        // The compiler runs in a separate root.
+        Machine::require()?;
+        let step = progress.step("Fetching the sources of a kernel's iommufd, and a compiler");
+        let packages = Packages::fetch(fetched).map_err(|error| cache::unavailable(&error))?;
+        step.done();
+        let step = progress.step("Compiling iommufd and vfio for that kernel");
+        packages.make(&cache, folder).context("Cannot compile a kernel's iommufd")?;
+        step.done();
+        Ok(())
+    }))
 }
 
 /// Packages to fetch.
@@ -146,11 +133,6 @@ impl Packages {
         packages.retain(|package| *package != image && *package != source);
         debs::unpack(&packages, root.path())?;
         checkers::prepare(root.path())?;
-        // Replaces a step of the package's script.
-        let awk = root.path().join("usr/bin/awk");
-        if !awk.exists() {
-            std::os::unix::fs::symlink("mawk", awk)?;
-        }
 
         let build = Scratch::at(cache.join("iommufd-build"))?;
         self.unpack_sources(&source, build.path())?;

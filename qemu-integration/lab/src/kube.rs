@@ -15,10 +15,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::cleanup::Scratch;
+use crate::cache::{self, cache_folder};
 use crate::debs::{self, Debs};
 use crate::progress::Progress;
-use crate::root::{cache_folder, lock};
 
 pub mod cluster;
 pub mod image;
@@ -38,6 +37,8 @@ pub const IMAGE_FILE_VARIABLE: &str = "TESSERA_TEST_KUBE_IMAGE_FILE";
 
 /// Version of the cached folder's contents.
 const LAYOUT: &str = "1";
+/// Folder of the node's root in the cached folder.
+const ROOT: &str = "root";
 
 /// Packages of the node, from Debian's release.
 const PACKAGES: [&str; 9] = [
@@ -69,30 +70,23 @@ impl Kubernetes {
 
     /// Finds Kubernetes in the cache.
     pub fn cached() -> Result<Option<Self>> {
-        let root = folder()?.join("root");
-        Ok(root.exists().then_some(Self { root }))
+        Ok(Self::at(&folder()?.join(ROOT)))
     }
 
     /// Finds Kubernetes in the cache, or fetches and compiles it.
     pub fn open(progress: &Progress) -> Result<Self> {
-        if let Some(found) = Self::cached()? {
-            return Ok(found);
-        }
-        let folder = folder()?;
         // Has a lock of its own: other parts of the lab need not wait for the compiler.
-        let _lock = lock(&folder, progress)?;
-        if let Some(found) = Self::cached()? {
-            return Ok(found);
-        }
-        let partial = Scratch::at(folder.join("partial"))?;
-        let root = partial.path().join("root");
-        fetch(&folder.join("fetched"), &root, progress)?;
-        let programs = root.join("usr/local/bin");
-        fs::create_dir_all(&programs)?;
-        source::compile(&folder, &programs, progress).context("Cannot compile Kubernetes")?;
-        fs::rename(&root, folder.join("root")).context("Cannot keep the compiled Kubernetes")?;
-        let _ = fs::remove_dir_all(folder.join("fetched"));
-        Self::cached()?.context("The compiled Kubernetes has disappeared")
+        let cache = folder()?;
+        cache::find_or_prepare(&cache, ROOT, progress, Self::at, |root, fetched| {
+            fetch(fetched, root, progress)?;
+            let programs = root.join("usr/local/bin");
+            fs::create_dir_all(&programs)?;
+            source::compile(&cache, &programs, progress).context("Cannot compile Kubernetes")
+        })
+    }
+
+    fn at(root: &Path) -> Option<Self> {
+        root.exists().then(|| Self { root: root.to_owned() })
     }
 
     /// Returns the root folder of the node.
@@ -111,11 +105,8 @@ fn fetch(fetched: &Path, root: &Path, progress: &Progress) -> Result<()> {
     let step = progress.step("Fetching containerd, etcd and kubectl");
     let debs = Debs::open(fetched)?;
     debs.fetch_chosen(&PACKAGES)?;
-    fs::create_dir_all(root)?;
     debs::unpack(&debs.packages()?, root)?;
-    for part in NOT_NEEDED {
-        let _ = fs::remove_dir_all(root.join(part));
-    }
+    debs::remove_parts(root, &NOT_NEEDED);
     step.done();
     Ok(())
 }

@@ -7,10 +7,10 @@ use anyhow::Result;
 use serde_json::{Value, json};
 
 use crate::Lab;
+use crate::cache::cache_folder;
 use crate::cleanup::Scratch;
 use crate::progress::Progress;
 use crate::qemu::{Vm, VmSpec};
-use crate::root::cache_folder;
 
 const BOOT_LIMIT: Duration = Duration::from_secs(20);
 const DEVICE: &str = "/dev/kvm";

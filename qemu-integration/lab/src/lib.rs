@@ -4,6 +4,7 @@
 //!
 //! * [`root`]: choice of QEMU and kernel; [`debs`] and [`kernel`] fetch and unpack both,
 //!   [`vmlinux`] decompresses the kernel
+//! * [`cache`]: folders that are prepared once
 //! * [`ovmf`]: UEFI firmware
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
 //! * [`qemu`]: virtual machines; [`guest`]: connections to the guest; [`shared_folder`]: this
@@ -36,6 +37,7 @@ pub mod bench;
 pub mod booted;
 pub mod build;
 pub mod bundle;
+pub mod cache;
 pub mod checkers;
 pub mod cleanup;
 pub mod cuda_libraries;

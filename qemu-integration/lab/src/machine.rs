@@ -4,20 +4,18 @@
 //! packages can be installed. Written files stay in memory and are discarded with the machine; its
 //! network is isolated; all processes end with its first process. The kernel is the host's.
 
-use std::fs;
 use std::ops::Deref;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::cleanup::Scratch;
+use crate::cache::{self, Unavailable, cache_folder};
 use crate::debs::{self, Debs};
 use crate::namespaces::{Cgroups, NAMESPACES, Namespaces};
 use crate::progress::Progress;
-use crate::root::{cache_folder, lock};
 
 /// Version of the prepared root's contents.
 const LAYOUT: &str = "debian-1";
@@ -145,6 +143,11 @@ impl Machine {
         }
     }
 
+    /// Fails with the reason why this host cannot run a machine, if any.
+    pub(crate) fn require() -> Result<()> {
+        Self::impossible().map_or(Ok(()), |reason| Err(Unavailable(reason).into()))
+    }
+
     /// Starts a machine; the first start fetches and installs packages.
     pub fn start(progress: &Progress) -> Result<Self> {
         let root = prepared(progress)?;
@@ -172,30 +175,20 @@ impl Machine {
 
 /// Prepares the root filesystem of machines.
 pub(crate) fn prepared(progress: &Progress) -> Result<PathBuf> {
-    let cache = cache_folder()?;
-    let folder = cache.join(LAYOUT);
-    if folder.exists() {
-        return Ok(folder);
-    }
-    let _lock = lock(&cache, progress)?;
-    if folder.exists() {
-        return Ok(folder);
-    }
-    let step = progress.step("Fetching a Debian with libvirt and QEMU");
-    let fetched = cache.join("debian-fetched");
-    let debs = Debs::open(&fetched)?;
-    debs.fetch_chosen(&PACKAGES)?;
-    step.done();
-    let step = progress.step("Installing it");
-    let partial = Scratch::at(cache.join("debian-partial"))?;
-    debs::unpack(&debs.packages()?, partial.path())?;
-    let mut install = Command::new("unshare");
-    install.args(NAMESPACES).args(["sh", "-c", INSTALL, "sh"]);
-    install.arg(partial.path()).arg(debs.archives());
-    debs::run_quietly(install, &fetched.join("log/install"))
-        .context("Cannot install the Debian machine's packages")?;
-    partial.rename(&folder)?;
-    let _ = fs::remove_dir_all(&fetched);
-    step.done();
-    Ok(folder)
+    let found = |folder: &Path| folder.exists().then(|| folder.to_owned());
+    cache::find_or_prepare(&cache_folder()?, LAYOUT, progress, found, |folder, fetched| {
+        let step = progress.step("Fetching a Debian with libvirt and QEMU");
+        let debs = Debs::open(fetched)?;
+        debs.fetch_chosen(&PACKAGES)?;
+        step.done();
+        let step = progress.step("Installing it");
+        debs::unpack(&debs.packages()?, folder)?;
+        let mut install = Command::new("unshare");
+        install.args(NAMESPACES).args(["sh", "-c", INSTALL, "sh"]);
+        install.arg(folder).arg(debs.archives());
+        debs::run_quietly(install, &fetched.join("log/install"))
+            .context("Cannot install the Debian machine's packages")?;
+        step.done();
+        Ok(())
+    })
 }

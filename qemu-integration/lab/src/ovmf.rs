@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
+use crate::cache::{self, cache_folder};
 use crate::cleanup::Scratch;
 use crate::debs::{self, Debs};
 use crate::progress::Progress;
-use crate::root::{cache_folder, lock};
 
 /// Version of the cached folder's contents.
 const LAYOUT: &str = "ovmf-1";
@@ -27,34 +27,25 @@ impl Ovmf {
     /// Finds or fetches the firmware.
     pub fn open(progress: &Progress) -> Result<Self> {
         let cache = cache_folder()?;
-        let ovmf = Self { folder: cache.join(LAYOUT) };
-        if ovmf.folder.exists() {
-            return Ok(ovmf);
-        }
-        if !Debs::possible() {
-            bail!("OVMF comes as a Debian package: run this on Debian or Ubuntu");
-        }
-        let _lock = lock(&cache, progress)?;
-        if ovmf.folder.exists() {
-            return Ok(ovmf);
-        }
-        let step = progress.step("Fetching UEFI firmware");
-        let fetched = Scratch::at(cache.join("ovmf-fetched"))?;
-        let partial = Scratch::at(cache.join("ovmf-partial"))?;
-        let raw = Scratch::at(cache.join("ovmf-raw"))?;
-        let debs = Debs::open(fetched.path())?;
-        debs.fetch(&["ovmf"])?;
-        let patterns = [CODE, VARIABLES].map(|name| format!("*/{name}"));
-        let patterns: Vec<_> = patterns.iter().map(String::as_str).collect();
-        debs::unpack_some(&debs.package("ovmf")?, raw.path(), &patterns)?;
-        fs::create_dir_all(partial.path())?;
-        for name in [CODE, VARIABLES] {
-            fs::rename(raw.path().join(IMAGES).join(name), partial.path().join(name))
-                .with_context(|| format!("Debian's package ovmf has no {name}"))?;
-        }
-        partial.rename(&ovmf.folder)?;
-        step.done();
-        Ok(ovmf)
+        let found = |folder: &Path| folder.exists().then(|| Self { folder: folder.to_owned() });
+        cache::find_or_prepare(&cache, LAYOUT, progress, found, |folder, fetched| {
+            if !Debs::possible() {
+                bail!("OVMF comes as a Debian package: run this on Debian or Ubuntu");
+            }
+            let step = progress.step("Fetching UEFI firmware");
+            let raw = Scratch::at(cache.join("ovmf-raw"))?;
+            let debs = Debs::open(fetched)?;
+            debs.fetch(&["ovmf"])?;
+            let patterns = [CODE, VARIABLES].map(|name| format!("*/{name}"));
+            let patterns: Vec<_> = patterns.iter().map(String::as_str).collect();
+            debs::unpack_some(&debs.package("ovmf")?, raw.path(), &patterns)?;
+            for name in [CODE, VARIABLES] {
+                fs::rename(raw.path().join(IMAGES).join(name), folder.join(name))
+                    .with_context(|| format!("Debian's package ovmf has no {name}"))?;
+            }
+            step.done();
+            Ok(())
+        })
     }
 
     /// Returns QEMU's arguments. `folder` gets a copy of the variables, which a VM writes to.

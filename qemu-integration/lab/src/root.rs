@@ -1,8 +1,7 @@
 //! QEMU and the guest kernel: the system's QEMU if new enough, otherwise a cached copy.
 //!
 //! The cached QEMU consists of unpacked Debian packages (see [`crate::debs`]), run through their
-//! own dynamic loader, independently of the host's C library. A complete folder appears by one
-//! rename; an interrupted preparation keeps its fetched packages for the next run.
+//! own dynamic loader, independently of the host's C library.
 
 use std::ffi::OsString;
 use std::fs;
@@ -10,9 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
-use nix::fcntl::{Flock, FlockArg};
 
-use crate::cleanup::Scratch;
+use crate::cache::{self, cache_folder};
 use crate::debs::{self, Debs};
 use crate::kernel::Kernel;
 use crate::progress::Progress;
@@ -69,42 +67,22 @@ impl Root {
     }
 
     fn find_or_prepare(system: Option<&Qemu>, progress: &Progress) -> Result<Self> {
-        let mut root = Self::find_or_fetch(system, progress)?;
-        root.kernel = root.kernel.with_uncompressed();
-        Ok(root)
-    }
-
-    fn find_or_fetch(system: Option<&Qemu>, progress: &Progress) -> Result<Self> {
+        let found = |folder: &Path| Self::at(folder, system);
         let cache = cache_folder()?;
-        let folder = cache.join(LAYOUT);
-        if let Some(root) = Self::at(&folder, system) {
-            return Ok(root);
-        }
-        if !cfg!(target_arch = "x86_64") {
-            bail!("The lab runs on x86-64 hosts only");
-        }
-        if !Debs::possible() {
-            bail!(
-                "The lab fetches a guest kernel (and QEMU, unless the system's is 10.1 or newer) as Debian \
-                 packages and needs apt-get, dpkg-deb and tar: run it on Debian or Ubuntu"
-            );
-        }
-        let _lock = lock(&cache, progress)?;
-        if let Some(root) = Self::at(&folder, system) {
-            return Ok(root);
-        }
-        let partial = Scratch::at(cache.join("partial"))?;
-        let fetched = cache.join("fetched");
-        prepare(&fetched, partial.path(), system.is_none(), progress)
-            .context("Cannot prepare the lab's QEMU and guest kernel")?;
-        if folder.exists() {
-            fs::remove_dir_all(&folder)?;
-        }
-        partial.rename(&folder)?;
-        let _ = fs::remove_dir_all(&fetched);
-        Self::at(&folder, system).with_context(|| {
-            format!("The files in {0} do not work: remove {0} and try again", folder.display())
-        })
+        let root = cache::find_or_prepare(&cache, LAYOUT, progress, found, |folder, fetched| {
+            if !cfg!(target_arch = "x86_64") {
+                bail!("The lab runs on x86-64 hosts only");
+            }
+            if !Debs::possible() {
+                bail!(
+                    "The lab fetches a guest kernel (and QEMU, unless the system's is 10.1 or newer) as Debian \
+                     packages and needs apt-get, dpkg-deb and tar: run it on Debian or Ubuntu"
+                );
+            }
+            prepare(fetched, folder, system.is_none(), progress)
+                .context("Cannot prepare the lab's QEMU and guest kernel")
+        })?;
+        Ok(Self { kernel: root.kernel.with_uncompressed(), ..root })
     }
 
     fn at(folder: &Path, system: Option<&Qemu>) -> Option<Self> {
@@ -146,31 +124,6 @@ fn prepare(fetched: &Path, folder: &Path, with_qemu: bool, progress: &Progress) 
     })?;
     step.done();
     Ok(())
-}
-
-/// Creates the cache and waits for concurrent preparations.
-pub(crate) fn lock(cache: &Path, progress: &Progress) -> Result<Flock<fs::File>> {
-    fs::create_dir_all(cache)
-        .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
-    let path = cache.join("lock");
-    let open =
-        || fs::File::create(&path).with_context(|| format!("Cannot open {}", path.display()));
-    if let Ok(lock) = Flock::lock(open()?, FlockArg::LockExclusiveNonblock) {
-        return Ok(lock);
-    }
-    let step = progress.step("Waiting for another run that prepares the lab");
-    let lock = Flock::lock(open()?, FlockArg::LockExclusive)
-        .map_err(|(_, errno)| errno)
-        .with_context(|| format!("Cannot lock {}", path.display()))?;
-    step.done();
-    Ok(lock)
-}
-
-/// Returns the lab's cache folder.
-pub fn cache_folder() -> Result<PathBuf> {
-    let base = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|p| p.is_absolute());
-    let base = base.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")));
-    Ok(base.context("Neither XDG_CACHE_HOME nor HOME is set")?.join("tessera/lab"))
 }
 
 impl Qemu {

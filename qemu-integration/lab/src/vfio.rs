@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 use serde_json::json;
 
 use crate::Lab;
+use crate::cache::{self, cache_folder};
 use crate::cleanup::Scratch;
 use crate::debs::{self, Debs};
 use crate::initramfs;
@@ -19,7 +20,7 @@ use crate::kernel::Kernel;
 use crate::place::layout;
 use crate::progress::Progress;
 use crate::qemu::{Vm, VmSpec};
-use crate::root::{Root, cache_folder};
+use crate::root::Root;
 
 /// File name of a guest's saved state.
 const SAVED: &str = "saved";
@@ -131,37 +132,29 @@ pub fn kmod(kernel: &Kernel) -> PathBuf {
 /// Returns the lab's stock kernel with more of its modules.
 pub fn kernel(progress: &Progress) -> Result<Kernel> {
     let cache = cache_folder()?;
-    let folder = cache.join(LAYOUT);
-    let complete =
-        || folder.join("vfio").exists().then(|| Kernel::in_folder(&folder).with_uncompressed());
-    if let Some(kernel) = complete() {
-        return Ok(kernel);
-    }
-    let _lock = crate::root::lock(&cache, progress)?;
-    if let Some(kernel) = complete() {
-        return Ok(kernel);
-    }
-    let step = progress.step("Fetching a kernel with vfio-pci");
-    let fetched = Scratch::at(cache.join("vfio-fetched"))?;
-    let partial = Scratch::at(cache.join("vfio-partial"))?;
-    let debs = Debs::open(fetched.path())?;
-    let package = Kernel::fetch(&debs)?;
-    let kernel = Kernel::unpack(&debs, &package, partial.path())?;
-    let raw = Scratch::at(cache.join("vfio-raw"))?;
-    let patterns: Vec<_> = MODULES.iter().map(|module| format!("*/{module}.ko*")).collect();
-    let patterns: Vec<_> = patterns.iter().map(String::as_str).collect();
-    debs::unpack_some(&debs.package(&package)?, raw.path(), &patterns)?;
-    debs.fetch(&["kmod"])?;
-    debs::unpack_some(&debs.package("kmod")?, raw.path(), &["*/bin/kmod"])?;
-    fs::create_dir_all(partial.path().join("vfio"))?;
-    fs::rename(raw.path().join("usr/bin/kmod"), partial.path().join("kmod"))?;
-    for module in MODULES {
-        let target = partial.path().join("vfio").join(format!("{module}.ko"));
-        kernel.decompress(module, raw.path(), &target)?;
-    }
-    partial.rename(&folder)?;
-    step.done();
-    Ok(Kernel::in_folder(&folder).with_uncompressed())
+    let found = |folder: &Path| {
+        folder.join("vfio").exists().then(|| Kernel::in_folder(folder).with_uncompressed())
+    };
+    cache::find_or_prepare(&cache, LAYOUT, progress, found, |folder, fetched| {
+        let step = progress.step("Fetching a kernel with vfio-pci");
+        let debs = Debs::open(fetched)?;
+        let package = Kernel::fetch(&debs)?;
+        let kernel = Kernel::unpack(&debs, &package, folder)?;
+        let raw = Scratch::at(cache.join("vfio-raw"))?;
+        let patterns = MODULES.map(|module| format!("*/{module}.ko*"));
+        let patterns: Vec<_> = patterns.iter().map(String::as_str).collect();
+        debs::unpack_some(&debs.package(&package)?, raw.path(), &patterns)?;
+        debs.fetch(&["kmod"])?;
+        debs::unpack_some(&debs.package("kmod")?, raw.path(), &["*/bin/kmod"])?;
+        fs::create_dir_all(folder.join("vfio"))?;
+        fs::rename(raw.path().join("usr/bin/kmod"), folder.join("kmod"))?;
+        for module in MODULES {
+            let target = folder.join("vfio").join(format!("{module}.ko"));
+            kernel.decompress(module, raw.path(), &target)?;
+        }
+        step.done();
+        Ok(())
+    })
 }
 
 /// Returns the shared libraries and the loader of a program of this machine.

@@ -10,10 +10,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::cleanup::Scratch;
+use crate::cache::{self, cache_folder};
 use crate::debs::{self, Debs};
 use crate::progress::Progress;
-use crate::root::{cache_folder, lock};
 
 /// Version of the cached folder's contents.
 const LAYOUT: &str = "viewers-1";
@@ -35,40 +34,27 @@ impl Viewers {
     /// Finds the viewers in the cache, or fetches about 100 MiB.
     pub fn open(progress: &Progress) -> Result<Self> {
         let cache = cache_folder()?;
-        let folder = cache.join(LAYOUT);
-        let viewers = Self { root: folder.join("root") };
-        if folder.exists() {
-            return Ok(viewers);
-        }
-        if !cfg!(target_arch = "x86_64") || !Debs::possible() {
-            bail!(
-                "a browser for the tests is fetched as Debian packages, on x86-64 with apt-get and dpkg-deb"
-            );
-        }
-        let _lock = lock(&cache, progress)?;
-        if folder.exists() {
-            return Ok(viewers);
-        }
-        let partial = Scratch::at(cache.join("viewers.partial"))?;
-        let fetched = cache.join("viewers.fetched");
-        let step = progress.step("Fetching a browser and a VNC client");
-        let debs = Debs::open(&fetched)?;
-        debs.fetch_closure(&["chromium-headless-shell", "fonts-dejavu-core", "libgvnc-1.0-0"])?;
-        // Excludes files for a window.
-        debs.fetch(&["gvncviewer", "libgdk-pixbuf-2.0-0", "libgdk-pixbuf2.0-common"])?;
-        step.done();
-        let step = progress.step("Unpacking them");
-        let root = partial.path().join("root");
-        fs::create_dir_all(&root)?;
-        debs::unpack(&debs.packages()?, &root)?;
-        for folder in NOT_NEEDED {
-            let _ = fs::remove_dir_all(root.join(folder));
-        }
-        Self { root }.wire(&viewers.root)?;
-        partial.rename(&folder)?;
-        let _ = fs::remove_dir_all(&fetched);
-        step.done();
-        Ok(viewers)
+        let found = |folder: &Path| folder.exists().then(|| Self { root: folder.join("root") });
+        cache::find_or_prepare(&cache, LAYOUT, progress, found, |folder, fetched| {
+            if !cfg!(target_arch = "x86_64") || !Debs::possible() {
+                bail!(
+                    "a browser for the tests is fetched as Debian packages, on x86-64 with apt-get and dpkg-deb"
+                );
+            }
+            let step = progress.step("Fetching a browser and a VNC client");
+            let debs = Debs::open(fetched)?;
+            debs.fetch_closure(&["chromium-headless-shell", "fonts-dejavu-core", "libgvnc-1.0-0"])?;
+            // Excludes files for a window.
+            debs.fetch(&["gvncviewer", "libgdk-pixbuf-2.0-0", "libgdk-pixbuf2.0-common"])?;
+            step.done();
+            let step = progress.step("Unpacking them");
+            let root = folder.join("root");
+            debs::unpack(&debs.packages()?, &root)?;
+            debs::remove_parts(&root, &NOT_NEEDED);
+            Self { root }.wire(&cache.join(LAYOUT).join("root"))?;
+            step.done();
+            Ok(())
+        })
     }
 
     /// Prepares the browser's folder: Chromium restarts itself by the path of its executable and

@@ -14,13 +14,14 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::cleanup::Scratch;
-use crate::debs::{self, Debs};
+use crate::debs::{self, Debs, Sources};
 use crate::progress::{Progress, Step};
 
 /// Version of Kubernetes.
 pub const VERSION: &str = "1.20.2";
 
-const SUITE: &str = "bookworm";
+const SOURCES: Sources =
+    Sources { types: "deb deb-src", suites: &["bookworm"], components: "main" };
 const PACKAGE: &str = "kubernetes";
 const COMPILER: [&str; 3] =
     ["golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev"];
@@ -73,7 +74,7 @@ struct Source {
 
 impl Source {
     fn fetch(fetched: &Path, folder: &Path) -> Result<Self> {
-        let debs = Debs::open_with_sources(fetched, SUITE.to_owned())?;
+        let debs = Debs::open_sources(fetched, SOURCES)?;
         debs.fetch(&COMPILER)?;
         let archive = debs.fetch_source(PACKAGE)?;
         let root = folder.join("compiler");
