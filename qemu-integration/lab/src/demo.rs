@@ -40,27 +40,45 @@ const JOB_LIMIT: Duration = Duration::from_secs(60);
 const JOBS: [&str; 4] = ["copy --size 4", "vadd --n 65536", "saxpy --n 65536", "sgemm --n 96"];
 
 /// Options of the demo.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// Output file for the facts, as JSON.
+    /// Write the facts to FILE
+    #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// Folder for the pictures.
+    /// Save the pictures in DIR
+    #[arg(long, value_name = "DIR", default_value = "lab-out")]
     pub out: PathBuf,
-    /// GPU to share.
+    /// GPU: the software GPU, or this machine's
+    #[arg(long, value_enum, default_value_t = Parent::Soft)]
     pub parent: Parent,
-    /// Machine code of the kernels, for a GPU that executes it; compiled with nvcc by default.
+    /// Machine code of the kernels, if the GPU executes it [default: compiled from kernels.cu
+    /// by nvcc]
+    #[arg(long, value_name = "FILE")]
     pub cubin: Option<PathBuf>,
-    /// Length of the share measurement.
+    /// Measure the shares over N seconds
+    #[arg(long, value_name = "N", default_value_t = 5,
+          value_parser = clap::value_parser!(u32).range(1..=600))]
     pub seconds: u32,
-    /// Whether to run CUDA programs in VMs on an NVIDIA GPU.
+    /// CUDA programs in both VMs, with libcuda of this machine: after the other parts if this
+    /// machine has an NVIDIA GPU and what they need, without the other parts, or not at all
+    #[arg(long, value_enum, default_value_t = cuda::Choice::Auto)]
     pub cuda: cuda::Choice,
-    /// Further libraries of this machine for the CUDA programs in VMs.
+    /// A further library of this machine for the CUDA programs, such as libcublas.so.13
+    #[arg(long = "library", value_name = "FILE")]
     pub libraries: Vec<PathBuf>,
-    /// Python with PyTorch for the CUDA programs in VMs.
+    /// A Python of this machine with PyTorch, such as python3: runs in both VMs, which read
+    /// this machine's files
+    #[arg(long, value_name = "PROGRAM")]
     pub python: Option<String>,
-    /// Deaths of a worker under CUDA programs, instead of all else.
+    /// With --cuda only: kill a worker N times under CUDA programs, and N times under a
+    /// training of PyTorch with --python, both on this machine and in a VM, instead of all else
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub kills: Option<u32>,
-    /// Restores of a VM, and QEMUs that it gets, instead of all else.
+    /// Save a working VM with its vGPU, end everything, and restore the VM under another vgpud,
+    /// N times; then give it a new QEMU N times; instead of all else. With --cuda only, a CUDA
+    /// program works in the VM
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    #[arg(conflicts_with_all = ["kills", "python"])]
     pub live: Option<u32>,
 }
 

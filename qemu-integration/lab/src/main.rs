@@ -10,10 +10,10 @@ use lab::cleanup::Scratch;
 use lab::demo::cuda::Choice;
 use lab::demo::{self, Options};
 use lab::heartbeat::{Heartbeat, INTERVAL};
-use lab::host::Parent;
 use lab::place::Bundle;
 use lab::progress::{self, Progress};
 use lab::qemu::{Vm, VmSpec};
+use lab::test::Kube;
 use lab::{Lab, bench, bundle, deb, simulate, test};
 use mdev_core::sched::{Enforcement, Policy};
 
@@ -28,46 +28,7 @@ struct Args {
 #[derive(Debug, Subcommand)]
 enum Task {
     /// Share one GPU between two VMs, 80 to 20; fails unless every claim holds
-    Demo {
-        /// Write the facts to FILE
-        #[arg(long, value_name = "FILE")]
-        json: Option<PathBuf>,
-        /// Save the pictures in DIR
-        #[arg(long, value_name = "DIR", default_value = "lab-out")]
-        out: PathBuf,
-        /// GPU: the software GPU, or this machine's
-        #[arg(long, value_enum, default_value_t = Parent::Soft)]
-        parent: Parent,
-        /// Machine code of the kernels, if the GPU executes it [default: compiled from kernels.cu
-        /// by nvcc]
-        #[arg(long, value_name = "FILE")]
-        cubin: Option<PathBuf>,
-        /// Measure the shares over N seconds
-        #[arg(long, value_name = "N", default_value_t = 5,
-              value_parser = clap::value_parser!(u32).range(1..=600))]
-        seconds: u32,
-        /// CUDA programs in both VMs, with libcuda of this machine: after the other parts if this
-        /// machine has an NVIDIA GPU and what they need, without the other parts, or not at all
-        #[arg(long, value_enum, default_value_t = Choice::Auto)]
-        cuda: Choice,
-        /// A further library of this machine for the CUDA programs, such as libcublas.so.13
-        #[arg(long, value_name = "FILE")]
-        library: Vec<PathBuf>,
-        /// A Python of this machine with PyTorch, such as python3: runs in both VMs, which read
-        /// this machine's files
-        #[arg(long, value_name = "PROGRAM")]
-        python: Option<String>,
-        /// With --cuda only: kill a worker N times under CUDA programs, and N times under a
-        /// training of PyTorch with --python, both on this machine and in a VM, instead of all else
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
-        kills: Option<u32>,
-        /// Save a working VM with its vGPU, end everything, and restore the VM under another vgpud,
-        /// N times; then give it a new QEMU N times; instead of all else. With --cuda only, a CUDA
-        /// program works in the VM
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
-        #[arg(conflicts_with_all = ["kills", "python"])]
-        live: Option<u32>,
-    },
+    Demo(Options),
     /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
     /// machine's GPU, or those that take long
     Test {
@@ -78,25 +39,7 @@ enum Task {
     /// Run the tests with a Kubernetes cluster of one node, made of Debian's packages. The first
     /// run compiles Kubernetes, which takes some ten minutes; later ones, also of `test`, find it
     /// cached
-    Kube {
-        /// Kill each process of the node N times
-        #[arg(long, value_name = "N", default_value_t = 20, conflicts_with = "kubeconfig")]
-        kills: u32,
-        /// Run pods on the cluster of this configuration instead. Its nodes run vgpud and
-        /// vgpu-kube, and offer tessera.io/soft-2c and soft-4c, or claims of a GPU of 8 GiB
-        #[arg(long, value_name = "FILE", requires = "image")]
-        kubeconfig: Option<PathBuf>,
-        /// Image of these pods; --write-image makes it
-        #[arg(long, value_name = "NAME", requires = "kubeconfig")]
-        image: Option<String>,
-        /// Write the image of the tests' pods to FILE, for `docker load` or `ctr images import`,
-        /// and run nothing
-        #[arg(long, value_name = "FILE", conflicts_with = "kubeconfig")]
-        write_image: Option<PathBuf>,
-        /// Compile Kubernetes if needed, and run nothing
-        #[arg(long, conflicts_with_all = ["kubeconfig", "write_image"])]
-        prepare: bool,
-    },
+    Kube(Kube),
     /// Run all benchmarks, or the benchmark of this name
     Bench {
         /// Name of a benchmark in the tests crate
@@ -162,16 +105,14 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<bool> {
     match task {
-        Task::Demo { json, out, parent, cubin, seconds, cuda, library, python, kills, live } => {
-            let libraries = library;
-            if kills.is_some() && cuda != Choice::Only {
+        Task::Demo(options) => {
+            let Options { cuda, live, .. } = options;
+            if options.kills.is_some() && cuda != Choice::Only {
                 bail!("--kills is for CUDA programs: add --cuda only");
             }
             if let Some(bundle) = Bundle::find() {
-                bundle.drop_privileges(&out)?;
+                bundle.drop_privileges(&options.out)?;
             }
-            let options =
-                Options { json, out, parent, cubin, seconds, cuda, libraries, python, kills, live };
             if let (Some(cycles), Choice::Auto | Choice::No) = (live, cuda) {
                 return demo::live::run(&options, cycles).map(|()| true);
             }
@@ -187,17 +128,10 @@ fn run(task: Task) -> Result<bool> {
         Task::Test { kind: Some(name) } if name == "endurance" => Ok(test::endurance().failed == 0),
         Task::Test { kind: Some(name) } => bench::hardware_tests(&name).map(|()| true),
         Task::Test { kind: None } => Ok(test::run().failed == 0),
-        Task::Kube { prepare: true, .. } => {
+        Task::Kube(args) if args.prepare => {
             lab::kube::Kubernetes::open(&Progress::new()).map(|_| true)
         }
-        Task::Kube { kills, kubeconfig, image, write_image, prepare: false } => {
-            let cluster = match (kubeconfig, image, write_image) {
-                (Some(config), Some(image), _) => test::KubeCluster::Users { config, image },
-                (_, _, Some(file)) => test::KubeCluster::Image { file },
-                _ => test::KubeCluster::Lab { kills },
-            };
-            Ok(test::kube(&cluster)?.failed == 0)
-        }
+        Task::Kube(args) => Ok(test::kube(&args)?.failed == 0),
         Task::Bench { name, args } => bench::run(name.as_deref(), &args).map(|()| true),
         Task::Bundle { out, dev, no_benchmark } => {
             let profile = if dev { Profile::Dev } else { Profile::Release };

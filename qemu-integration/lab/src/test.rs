@@ -144,25 +144,25 @@ pub fn endurance() -> Tally {
 }
 
 /// Runs the tests with a Kubernetes cluster, the lab's or the user's. Returns the total.
-pub fn kube(cluster: &KubeCluster) -> Result<Tally> {
+pub fn kube(args: &Kube) -> Result<Tally> {
     let mut command = cargo();
     command.args(["test", "--quiet", "--package", "system-tests", "--test", "kube", "--"]);
     command.args(["--ignored", "--nocapture", "--test-threads=1"]);
-    match cluster {
-        KubeCluster::Lab { kills } => {
-            Kubernetes::open(&Progress::new())?;
-            let others = ["users_cluster::pods", "users_cluster::image", "inside::"];
-            command.args(others.iter().flat_map(|name| ["--skip", name]));
-            command.env(kube::KILLS_VARIABLE, kills.to_string());
-        }
-        KubeCluster::Users { config, image } => {
+    match (&args.kubeconfig, &args.image, &args.write_image) {
+        (Some(config), Some(image), _) => {
             let config = std::path::absolute(config)?;
             command.arg("users_cluster::pods").env(kube::CONFIG_VARIABLE, config);
             command.env(kube::IMAGE_VARIABLE, image);
         }
-        KubeCluster::Image { file } => {
+        (_, _, Some(file)) => {
             command.arg("users_cluster::image");
             command.env(kube::IMAGE_FILE_VARIABLE, std::path::absolute(file)?);
+        }
+        _ => {
+            Kubernetes::open(&Progress::new())?;
+            let others = ["users_cluster::pods", "users_cluster::image", "inside::"];
+            command.args(others.iter().flat_map(|name| ["--skip", name]));
+            command.env(kube::KILLS_VARIABLE, args.kills.to_string());
         }
     }
     let Tested { tally, .. } = Job::new("Kubernetes", command).run(&mut std::io::stdout())?;
@@ -170,26 +170,26 @@ pub fn kube(cluster: &KubeCluster) -> Result<Tally> {
     Ok(tally)
 }
 
-/// Cluster for the tests with Kubernetes.
-#[derive(Clone, Debug)]
-pub enum KubeCluster {
-    /// The lab's; each process is killed this number of times.
-    Lab {
-        /// Number of deaths.
-        kills: u32,
-    },
-    /// The user's.
-    Users {
-        /// Configuration of kubectl.
-        config: PathBuf,
-        /// Image with the tests' program.
-        image: String,
-    },
-    /// None: writes the image for the user's cluster.
-    Image {
-        /// The image, as `docker load` and `ctr images import` read it.
-        file: PathBuf,
-    },
+/// Which cluster the tests with Kubernetes use: by default, the lab's.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Kube {
+    /// Kill each process of the node N times
+    #[arg(long, value_name = "N", default_value_t = 20, conflicts_with = "kubeconfig")]
+    pub kills: u32,
+    /// Run pods on the cluster of this configuration instead. Its nodes run vgpud and
+    /// vgpu-kube, and offer tessera.io/soft-2c and soft-4c, or claims of a GPU of 8 GiB
+    #[arg(long, value_name = "FILE", requires = "image")]
+    pub kubeconfig: Option<PathBuf>,
+    /// Image of these pods; --write-image makes it
+    #[arg(long, value_name = "NAME", requires = "kubeconfig")]
+    pub image: Option<String>,
+    /// Write the image of the tests' pods to FILE, for `docker load` or `ctr images import`,
+    /// and run nothing
+    #[arg(long, value_name = "FILE", conflicts_with = "kubeconfig")]
+    pub write_image: Option<PathBuf>,
+    /// Compile Kubernetes if needed, and run nothing
+    #[arg(long, conflicts_with_all = ["kubeconfig", "write_image"])]
+    pub prepare: bool,
 }
 
 /// Returns the job that looks for faults that clippy knows.
