@@ -34,21 +34,16 @@ pub struct Options {
     pub profile: Profile,
 }
 
-/// Files copied from the source tree: source, target and permissions.
-const FILES: [(&str, &str, u32); 9] = [
-    ("packaging/vgpud.socket", "usr/lib/systemd/system/vgpud.socket", 0o644),
-    ("packaging/vgpu-parent@.service", "usr/lib/systemd/system/vgpu-parent@.service", 0o644),
-    ("packaging/sysusers.conf", "usr/lib/sysusers.d/vgpud.conf", 0o644),
-    ("packaging/tmpfiles.conf", "usr/lib/tmpfiles.d/vgpud.conf", 0o644),
-    ("packaging/default", "etc/default/vgpud", 0o644),
-    ("packaging/debian/copyright", "usr/share/doc/tessera/copyright", 0o644),
-    (
-        "packaging/prometheus/tessera-rules.yml",
-        "usr/share/doc/tessera/examples/tessera-rules.yml",
-        0o644,
-    ),
-    ("packaging/grafana/tessera.json", "usr/share/doc/tessera/examples/grafana.json", 0o644),
-    ("packaging/debian/lintian-overrides", "usr/share/lintian/overrides/tessera", 0o644),
+/// Files copied from the source tree: source and target.
+const FILES: [(&str, &str); 8] = [
+    ("packaging/vgpud.socket", "usr/lib/systemd/system/vgpud.socket"),
+    ("packaging/vgpu-parent@.service", "usr/lib/systemd/system/vgpu-parent@.service"),
+    ("packaging/sysusers.conf", "usr/lib/sysusers.d/vgpud.conf"),
+    ("packaging/tmpfiles.conf", "usr/lib/tmpfiles.d/vgpud.conf"),
+    ("packaging/default", "etc/default/vgpud"),
+    ("packaging/debian/copyright", "usr/share/doc/tessera/copyright"),
+    ("packaging/prometheus/tessera-rules.yml", "usr/share/doc/tessera/examples/tessera-rules.yml"),
+    ("packaging/grafana/tessera.json", "usr/share/doc/tessera/examples/grafana.json"),
 ];
 
 /// Links to files in the same folder of the package, such as mdevctl's `lsmdev`.
@@ -75,72 +70,62 @@ pub fn write(options: &Options, progress: &Progress) -> Result<PathBuf> {
     let library = build::cuda_library(options.profile, progress)?;
     let step = progress.step("Putting the package together");
     let scratch = Scratch::new()?;
-    let root = scratch.path().join("tessera");
-    let stage = Stage { root: &root };
+    let stage = Stage::new(scratch.path(), "tessera", "packaging/debian");
     for to in BINARIES {
-        let (from, mode) = match to.strip_prefix("usr/bin/") {
-            Some(name) => (programs.find(name)?, 0o755),
-            None => (library.as_path(), 0o644),
+        let from = match to.strip_prefix("usr/bin/") {
+            Some(name) => programs.find(name)?,
+            None => library.as_path(),
         };
-        stage.file(to, mode, &fs::read(from)?)?;
-        strip(&root.join(to));
+        stage.binary(to, from)?;
     }
-    for (from, to, mode) in FILES {
-        let bytes = fs::read(workspace().join(from)).with_context(|| format!("No {from}"))?;
-        stage.file(to, mode, &bytes)?;
-    }
+    stage.copies(&FILES)?;
     documents::write(&stage)?;
     generated(&stage, &programs, scratch.path())?;
     for (link, to) in LINKS {
         stage.link(link, to)?;
     }
-    let version = format!("{}-{REVISION}", env!("CARGO_PKG_VERSION"));
-    stage.packed(
-        "usr/share/doc/tessera/changelog.gz",
-        &fs::read(workspace().join("CHANGELOG.md"))?,
-    )?;
-    stage.packed(
-        "usr/share/doc/tessera/changelog.Debian.gz",
-        debian_changelog("tessera", &version)?.as_bytes(),
-    )?;
-    control(&stage, &version)?;
-    let package = options.out.join(format!("tessera_{version}_amd64.deb"));
-    pack(&root, &package, options)?;
+    stage.file("DEBIAN/conffiles", 0o644, b"/etc/default/vgpud\n")?;
+    let package = stage.finish(options, "amd64", &SCRIPTS, &[stage.libc(&BINARIES)?])?;
     step.done();
     Ok(package)
 }
 
-/// Packs a package's files.
-fn pack(root: &Path, package: &Path, options: &Options) -> Result<()> {
-    fs::create_dir_all(&options.out)?;
-    let mut pack = Command::new("dpkg-deb");
-    match options.profile {
-        Profile::Dev => pack.args(["-Zgzip", "-z1"]),
-        Profile::Release => pack.arg("-Zxz"),
-    };
-    pack.args(["--root-owner-group", "--build"]).arg(root).arg(package);
-    let done = pack.output().context("Cannot run dpkg-deb: it is in Debian's package dpkg")?;
-    if !done.status.success() {
-        bail!("dpkg-deb failed: {}", String::from_utf8_lossy(&done.stderr).trim());
-    }
-    Ok(())
-}
-
 /// Files of a package before packing.
-struct Stage<'a> {
-    root: &'a Path,
+struct Stage {
+    root: PathBuf,
+    /// Name of the package.
+    name: &'static str,
+    /// Folder of the package's control files in the source tree.
+    debian: &'static str,
 }
 
-impl Stage<'_> {
+impl Stage {
+    fn new(folder: &Path, name: &'static str, debian: &'static str) -> Self {
+        Self { root: folder.join(name), name, debian }
+    }
+
     fn file(&self, to: &str, mode: u32, bytes: &[u8]) -> Result<()> {
         let path = self.root.join(to);
-        fs::create_dir_all(path.parent().unwrap_or(self.root))?;
+        fs::create_dir_all(path.parent().unwrap_or(&self.root))?;
         fs::write(&path, bytes).with_context(|| format!("Cannot write {}", path.display()))?;
         fs::set_permissions(&path, Permissions::from_mode(mode))?;
         // Sets the permissions independently of the umask.
-        for folder in path.ancestors().skip(1).take_while(|folder| folder.starts_with(self.root)) {
+        for folder in path.ancestors().skip(1).take_while(|folder| folder.starts_with(&self.root)) {
             fs::set_permissions(folder, Permissions::from_mode(0o755))?;
         }
+        Ok(())
+    }
+
+    /// Copies files from the source tree, given as source and target.
+    fn copies(&self, files: &[(&str, &str)]) -> Result<()> {
+        files.iter().try_for_each(|(from, to)| self.file(to, 0o644, &read(from)?))
+    }
+
+    /// Copies a program or a library, and strips it.
+    fn binary(&self, to: &str, from: &Path) -> Result<()> {
+        let mode = if Path::new(to).extension().is_some() { 0o644 } else { 0o755 };
+        self.file(to, mode, &fs::read(from)?)?;
+        strip(&self.root.join(to));
         Ok(())
     }
 
@@ -155,11 +140,72 @@ impl Stage<'_> {
         packer.write_all(bytes)?;
         self.file(to, 0o644, &packer.finish()?)
     }
+
+    /// Adds a manual page, from the output of the program.
+    fn page(&self, name: &str, section: &str, text: &str) -> Result<()> {
+        let to = format!("usr/share/man/man{section}/{name}.{section}.gz");
+        self.packed(&to, pages::tidy(text, name, section, &date("%Y-%m-%d")?).as_bytes())
+    }
+
+    /// Returns the placeholder of the required C library, and its version.
+    fn libc(&self, binaries: &[&str]) -> Result<(&'static str, String)> {
+        let mut libc = (0, 0);
+        for name in binaries {
+            libc = libc.max(libc_version(&fs::read(self.root.join(name))?));
+        }
+        Ok(("@LIBC@", format!("{}.{}", libc.0, libc.1)))
+    }
+
+    /// Adds changelogs and control files, and packs the package. `values` are those of further
+    /// placeholders in `control.in`. Returns the package's path.
+    fn finish(
+        &self,
+        options: &Options,
+        architecture: &str,
+        scripts: &[&str],
+        values: &[(&str, String)],
+    ) -> Result<PathBuf> {
+        let Self { root, name, debian } = self;
+        let version = format!("{}-{REVISION}", env!("CARGO_PKG_VERSION"));
+        let document = |file: &str| format!("usr/share/doc/{name}/{file}");
+        self.packed(&document("changelog.gz"), &read("CHANGELOG.md")?)?;
+        let changelog = debian_changelog(name, &version)?;
+        self.packed(&document("changelog.Debian.gz"), changelog.as_bytes())?;
+        let overrides = read(&format!("{debian}/lintian-overrides"))?;
+        self.file(&format!("usr/share/lintian/overrides/{name}"), 0o644, &overrides)?;
+        let (files, kibibytes) = files_and_size(root)?;
+        let mut control = text(&format!("{debian}/control.in"))?
+            .replace("@VERSION@", &version)
+            .replace("@SIZE@", &kibibytes.to_string());
+        for (placeholder, value) in values {
+            control = control.replace(placeholder, value);
+        }
+        self.file("DEBIAN/control", 0o644, control.as_bytes())?;
+        self.file("DEBIAN/md5sums", 0o644, &md5_sums(root, &files)?)?;
+        for script in scripts {
+            let content = text(&format!("{debian}/{script}.in"))?
+                .replace("@VERSION@", env!("CARGO_PKG_VERSION"));
+            self.file(&format!("DEBIAN/{script}"), 0o755, content.as_bytes())?;
+        }
+        let package = options.out.join(format!("{name}_{version}_{architecture}.deb"));
+        fs::create_dir_all(&options.out)?;
+        let mut pack = Command::new("dpkg-deb");
+        match options.profile {
+            Profile::Dev => pack.args(["-Zgzip", "-z1"]),
+            Profile::Release => pack.arg("-Zxz"),
+        };
+        pack.args(["--root-owner-group", "--build"]).arg(root).arg(&package);
+        let done = pack.output().context("Cannot run dpkg-deb: it is in Debian's package dpkg")?;
+        if !done.status.success() {
+            bail!("dpkg-deb failed: {}", String::from_utf8_lossy(&done.stderr).trim());
+        }
+        Ok(package)
+    }
 }
 
 /// Writes the manual pages and completions generated by the programs.
-fn generated(stage: &Stage<'_>, programs: &Programs, scratch: &Path) -> Result<()> {
-    let unit = fs::read_to_string(workspace().join("packaging/vgpud.service.in"))?;
+fn generated(stage: &Stage, programs: &Programs, scratch: &Path) -> Result<()> {
+    let unit = text("packaging/vgpud.service.in")?;
     let devices = output(programs.find("vgpud")?, &["device-allow"])?;
     let unit = unit.replace("@DEVICE_ALLOW@", String::from_utf8_lossy(&devices).trim_end());
     stage.file("usr/lib/systemd/system/vgpud.service", 0o644, unit.as_bytes())?;
@@ -170,17 +216,12 @@ fn generated(stage: &Stage<'_>, programs: &Programs, scratch: &Path) -> Result<(
     let folder = scratch.join("pages");
     fs::create_dir(&folder)?;
     output(vgpuctl, &["man", &folder.to_string_lossy()])?;
-    let date = date("%Y-%m-%d")?;
-    let page = |name: &str, section: &str, text: &str| {
-        let to = format!("usr/share/man/man{section}/{name}.{section}.gz");
-        stage.packed(&to, pages::tidy(text, name, section, &date).as_bytes())
-    };
     for file in fs::read_dir(&folder)? {
         let path = file?.path();
         let name = path.file_stem().unwrap_or_default().to_string_lossy();
-        page(&name, "1", &fs::read_to_string(&path)?)?;
+        stage.page(&name, "1", &fs::read_to_string(&path)?)?;
     }
-    page("vgpud", "8", &String::from_utf8(output(programs.find("vgpud")?, &["man"])?)?)
+    stage.page("vgpud", "8", &String::from_utf8(output(programs.find("vgpud")?, &["man"])?)?)
 }
 
 fn output(program: &Path, args: &[&str]) -> Result<Vec<u8>> {
@@ -207,25 +248,12 @@ fn strip(program: &Path) {
     }
 }
 
-/// Writes the package's control files for dpkg.
-fn control(stage: &Stage<'_>, version: &str) -> Result<()> {
-    let debian = workspace().join("packaging/debian");
-    let mut libc = (0, 0);
-    for name in BINARIES {
-        libc = libc.max(libc_version(&fs::read(stage.root.join(name))?));
-    }
-    let (files, kibibytes) = files_and_size(stage.root)?;
-    let control = fs::read_to_string(debian.join("control.in"))?
-        .replace("@VERSION@", version)
-        .replace("@LIBC@", &format!("{}.{}", libc.0, libc.1))
-        .replace("@SIZE@", &kibibytes.to_string());
-    stage.file("DEBIAN/control", 0o644, control.as_bytes())?;
-    stage.file("DEBIAN/md5sums", 0o644, &md5_sums(stage.root, &files)?)?;
-    stage.file("DEBIAN/conffiles", 0o644, b"/etc/default/vgpud\n")?;
-    for name in SCRIPTS {
-        stage.file(&format!("DEBIAN/{name}"), 0o755, &fs::read(debian.join(name))?)?;
-    }
-    Ok(())
+fn read(path: &str) -> Result<Vec<u8>> {
+    fs::read(workspace().join(path)).with_context(|| format!("No {path}"))
+}
+
+fn text(path: &str) -> Result<String> {
+    Ok(String::from_utf8(read(path)?)?)
 }
 
 /// Returns the files of a package, and their size in KiB.

@@ -18,7 +18,7 @@ const LICENCES: [(&str, &str); 2] =
     [("LICENSE-APACHE", "../../common-licenses/Apache-2.0"), ("LICENSE-MIT", "copyright")];
 
 /// Writes the documents.
-pub fn write(stage: &Stage<'_>) -> Result<()> {
+pub fn write(stage: &Stage) -> Result<()> {
     for page in PAGES {
         copy(stage, Path::new(page))?;
     }
@@ -30,7 +30,7 @@ pub fn write(stage: &Stage<'_>) -> Result<()> {
 }
 
 /// Copies a folder of the source tree, with its folders.
-fn folder(stage: &Stage<'_>, from: &Path) -> Result<()> {
+fn folder(stage: &Stage, from: &Path) -> Result<()> {
     let path = workspace().join(from);
     for entry in fs::read_dir(&path).with_context(|| format!("No {}", path.display()))? {
         let entry = entry?;
@@ -40,7 +40,7 @@ fn folder(stage: &Stage<'_>, from: &Path) -> Result<()> {
     Ok(())
 }
 
-fn copy(stage: &Stage<'_>, page: &Path) -> Result<()> {
+fn copy(stage: &Stage, page: &Path) -> Result<()> {
     let from = workspace().join(page);
     let bytes = fs::read(&from).with_context(|| format!("No {}", from.display()))?;
     stage.file(&Path::new(FOLDER).join(page).to_string_lossy(), 0o644, &bytes)
@@ -75,8 +75,9 @@ mod tests {
     #[test]
     fn links_of_all_documents_hold_in_the_package() {
         let scratch = tempfile::tempdir().unwrap();
-        write(&Stage { root: scratch.path() }).unwrap();
-        let folder = scratch.path().join(FOLDER);
+        let stage = Stage::new(scratch.path(), "tessera", "");
+        write(&stage).unwrap();
+        let folder = stage.root.join(FOLDER);
         let mut all = Vec::new();
         pages(&folder, &mut all);
         assert!(all.len() > 40 && all.contains(&folder.join("README.md")), "{all:?}");

@@ -4,16 +4,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::CommandFactory;
 use vgpu_guest::cli::Cli;
 
-use super::{
-    Options, REVISION, Stage, date, debian_changelog, files_and_size, md5_sums, pack, pages, strip,
-};
-use crate::build::{self, workspace};
+use super::{Options, Stage, read, text};
+use crate::build;
 use crate::cleanup::Scratch;
-use crate::guest_driver::SOURCES;
+use crate::guest_driver;
 use crate::progress::Progress;
 
 /// Files of `tessera-guest`: source and target.
@@ -49,32 +47,23 @@ fn program_package(
     checkpoint: &Path,
     scratch: &Path,
 ) -> Result<PathBuf> {
-    let root = scratch.join("tessera-guest");
-    let stage = Stage { root: &root };
-    for (file, to) in [(program, "usr/bin/vgpu-guest"), (checkpoint, CHECKPOINT)] {
-        stage.file(to, 0o755, &fs::read(file)?)?;
-        strip(&root.join(to));
-    }
-    for (from, to) in GUEST_FILES {
-        stage.file(to, 0o644, &read(from)?)?;
-    }
+    let stage = Stage::new(scratch, "tessera-guest", "packaging/debian/guest");
+    stage.binary("usr/bin/vgpu-guest", program)?;
+    stage.binary(CHECKPOINT, checkpoint)?;
+    stage.copies(&GUEST_FILES)?;
     let mut page = Vec::new();
     clap_mangen::Man::new(Cli::command()).render(&mut page)?;
-    let page = pages::tidy(&String::from_utf8(page)?, "vgpu-guest", "1", &date("%Y-%m-%d")?);
-    stage.packed("usr/share/man/man1/vgpu-guest.1.gz", page.as_bytes())?;
-    finish(&stage, options, "guest", "amd64", &[], &[])
+    stage.page("vgpu-guest", "1", &String::from_utf8(page)?)?;
+    stage.finish(options, "amd64", &[], &[])
 }
 
 fn module_package(options: &Options, scratch: &Path) -> Result<PathBuf> {
-    let root = scratch.join("tessera-guest-dkms");
-    let stage = Stage { root: &root };
+    let stage = Stage::new(scratch, "tessera-guest-dkms", "packaging/debian/guest-dkms");
     let version = env!("CARGO_PKG_VERSION");
     let folder = format!("usr/src/tessera-guest-{version}");
-    for entry in fs::read_dir(workspace().join(SOURCES)).context("No sources of the module")? {
-        let path = entry?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    for (name, path) in guest_driver::sources()? {
         // The licence is part of Debian.
-        if path.is_file() && name != "LICENSE" {
+        if name != "LICENSE" {
             stage.file(&format!("{folder}/{name}"), 0o644, &fs::read(&path)?)?;
         }
     }
@@ -82,51 +71,5 @@ fn module_package(options: &Options, scratch: &Path) -> Result<PathBuf> {
     stage.file(&format!("{folder}/dkms.conf"), 0o644, dkms.as_bytes())?;
     let copyright = read("packaging/debian/guest-dkms/copyright")?;
     stage.file("usr/share/doc/tessera-guest-dkms/copyright", 0o644, &copyright)?;
-    finish(&stage, options, "guest-dkms", "all", &["postinst", "prerm"], &[])
-}
-
-/// Adds changelogs and control files, and packs `tessera-NAME`. `values` are those of further
-/// placeholders in `control.in`.
-pub(super) fn finish(
-    stage: &Stage<'_>,
-    options: &Options,
-    name: &str,
-    architecture: &str,
-    scripts: &[&str],
-    values: &[(&str, String)],
-) -> Result<PathBuf> {
-    let version = format!("{}-{REVISION}", env!("CARGO_PKG_VERSION"));
-    let package = format!("tessera-{name}");
-    let debian = format!("packaging/debian/{name}");
-    let document = |file: &str| format!("usr/share/doc/{package}/{file}");
-    stage.packed(&document("changelog.gz"), &read("CHANGELOG.md")?)?;
-    let changelog = debian_changelog(&package, &version)?;
-    stage.packed(&document("changelog.Debian.gz"), changelog.as_bytes())?;
-    let overrides = read(&format!("{debian}/lintian-overrides"))?;
-    stage.file(&format!("usr/share/lintian/overrides/{package}"), 0o644, &overrides)?;
-    let (files, kibibytes) = files_and_size(stage.root)?;
-    let mut control = text(&format!("{debian}/control.in"))?
-        .replace("@VERSION@", &version)
-        .replace("@SIZE@", &kibibytes.to_string());
-    for (placeholder, value) in values {
-        control = control.replace(placeholder, value);
-    }
-    stage.file("DEBIAN/control", 0o644, control.as_bytes())?;
-    stage.file("DEBIAN/md5sums", 0o644, &md5_sums(stage.root, &files)?)?;
-    for script in scripts {
-        let content =
-            text(&format!("{debian}/{script}.in"))?.replace("@VERSION@", env!("CARGO_PKG_VERSION"));
-        stage.file(&format!("DEBIAN/{script}"), 0o755, content.as_bytes())?;
-    }
-    let target = options.out.join(format!("{package}_{version}_{architecture}.deb"));
-    pack(stage.root, &target, options)?;
-    Ok(target)
-}
-
-pub(super) fn read(path: &str) -> Result<Vec<u8>> {
-    fs::read(workspace().join(path)).with_context(|| format!("No {path}"))
-}
-
-fn text(path: &str) -> Result<String> {
-    Ok(String::from_utf8(read(path)?)?)
+    stage.finish(options, "all", &["postinst", "prerm"], &[])
 }

@@ -1,13 +1,11 @@
 //! Package for the nodes of a Kubernetes cluster: `tessera-kube` with `vgpu-kube`, its service and
 //! the objects of the cluster.
 
-use std::fs;
 use std::path::PathBuf;
 
 use anyhow::Result;
 
-use super::guest::{finish, read};
-use super::{Options, Stage, date, libc_version, output, pages, strip};
+use super::{Options, Stage, output};
 use crate::build;
 use crate::cleanup::Scratch;
 use crate::progress::Progress;
@@ -37,20 +35,13 @@ pub fn write(options: &Options, progress: &Progress) -> Result<PathBuf> {
     let program = build::kube(options.profile, progress)?;
     let step = progress.step("Putting the cluster's package together");
     let scratch = Scratch::new()?;
-    let root = scratch.path().join("tessera-kube");
-    let stage = Stage { root: &root };
-    stage.file("usr/bin/vgpu-kube", 0o755, &fs::read(&program)?)?;
-    strip(&root.join("usr/bin/vgpu-kube"));
-    for (from, to) in FILES {
-        stage.file(to, 0o644, &read(from)?)?;
-    }
-    let page = String::from_utf8(output(&program, &["man"])?)?;
-    let page = pages::tidy(&page, "vgpu-kube", "8", &date("%Y-%m-%d")?);
-    stage.packed("usr/share/man/man8/vgpu-kube.8.gz", page.as_bytes())?;
+    let stage = Stage::new(scratch.path(), "tessera-kube", "packaging/debian/kube");
+    stage.binary("usr/bin/vgpu-kube", &program)?;
+    stage.copies(&FILES)?;
+    stage.page("vgpu-kube", "8", &String::from_utf8(output(&program, &["man"])?)?)?;
     stage.file("DEBIAN/conffiles", 0o644, b"/etc/default/vgpu-kube\n")?;
-    let libc = libc_version(&fs::read(root.join("usr/bin/vgpu-kube"))?);
-    let libc = [("@LIBC@", format!("{}.{}", libc.0, libc.1))];
-    let package = finish(&stage, options, "kube", "amd64", &["postinst", "prerm"], &libc)?;
+    let libc = [stage.libc(&["usr/bin/vgpu-kube"])?];
+    let package = stage.finish(options, "amd64", &["postinst", "prerm"], &libc)?;
     step.done();
     Ok(package)
 }
