@@ -121,11 +121,13 @@ impl Client {
     }
 
     async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, ClientError> {
-        let (status, bytes) = self.with_timeout(self.exchange(method, path, body)).await?;
-        if status.is_success() {
-            return Ok(bytes);
-        }
-        Err(self.refusal(status, &bytes))
+        let response = async {
+            let stream = self.connect().await?;
+            let response = self.begin_on(stream, build_request(method, path, body)?).await?;
+            self.body_of(response).await
+        };
+        let (status, bytes) = self.with_timeout(response).await?;
+        if status.is_success() { Ok(bytes) } else { Err(self.refusal(status, &bytes)) }
     }
 
     /// Opens a screen and returns its connection, upgraded to RFB.
@@ -134,19 +136,15 @@ impl Client {
         path: &str,
         body: &impl Serialize,
     ) -> Result<TokioIo<Upgraded>, ClientError> {
-        let lost = |error: hyper::Error| self.lost(&error);
-        let (mut sender, connection) =
-            http1::handshake(TokioIo::new(self.connect().await?)).await.map_err(lost)?;
-        // The task ends when the caller drops the upgraded connection.
-        tokio::spawn(connection.with_upgrades());
+        let stream = self.connect().await?;
         let mut request = build_request(Method::POST, path, json(body)?)?;
         let headers = request.headers_mut();
         headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
         headers.insert(header::UPGRADE, HeaderValue::from_static(RFB_UPGRADE));
-        let response = async { sender.send_request(request).await.map_err(lost) };
-        let response = self.with_timeout(response).await?;
+        let response = self.with_timeout(self.begin_on(stream, request)).await?;
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            return Ok(TokioIo::new(hyper::upgrade::on(response).await.map_err(lost)?));
+            let upgraded = hyper::upgrade::on(response).await;
+            return Ok(TokioIo::new(upgraded.map_err(|error| self.lost(&error))?));
         }
         Err(self.refusal_of(response).await)
     }
@@ -192,11 +190,8 @@ impl Client {
         &self,
         response: Response<Incoming>,
     ) -> Result<T, ClientError> {
-        if !response.status().is_success() {
-            return Err(self.refusal_of(response).await);
-        }
-        let body = Limited::new(response.into_body(), MAX_RESPONSE).collect().await;
-        self.parse(&body.map_err(|error| self.invalid_response(error.to_string()))?.to_bytes())
+        let (status, bytes) = self.body_of(response).await?;
+        if status.is_success() { self.parse(&bytes) } else { Err(self.refusal(status, &bytes)) }
     }
 
     /// Sends a request and returns the response, whose body has not arrived.
@@ -220,17 +215,26 @@ impl Client {
         let lost = |error: hyper::Error| self.lost(&error);
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
-        // The task ends with the response.
-        tokio::spawn(connection);
+        // The task ends with the response, or when the caller drops an upgraded connection.
+        tokio::spawn(connection.with_upgrades());
         sender.send_request(request).await.map_err(lost)
     }
 
     async fn refusal_of(&self, response: Response<Incoming>) -> ClientError {
-        let status = response.status();
-        match Limited::new(response.into_body(), MAX_RESPONSE).collect().await {
-            Ok(body) => self.refusal(status, &body.to_bytes()),
-            Err(error) => self.invalid_response(error.to_string()),
+        match self.body_of(response).await {
+            Ok((status, bytes)) => self.refusal(status, &bytes),
+            Err(error) => error,
         }
+    }
+
+    async fn body_of(
+        &self,
+        response: Response<Incoming>,
+    ) -> Result<(StatusCode, Bytes), ClientError> {
+        let status = response.status();
+        let body = Limited::new(response.into_body(), MAX_RESPONSE).collect().await;
+        let body = body.map_err(|error| self.invalid_response(error.to_string()))?;
+        Ok((status, body.to_bytes()))
     }
 
     async fn connect(&self) -> Result<UnixStream, ClientError> {
@@ -256,39 +260,6 @@ impl Client {
                 ClientError::Refused(body.error)
             }
             Err(_) => self.invalid_response(format!("status {status} without a reason")),
-        }
-    }
-
-    async fn exchange(
-        &self,
-        method: Method,
-        path: &str,
-        body: Bytes,
-    ) -> Result<(StatusCode, Bytes), ClientError> {
-        let stream = self.connect().await?;
-        let lost = |error: hyper::Error| self.lost(&error);
-        let (mut sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
-        let request = build_request(method, path, body)?;
-        let exchange = async {
-            let response = sender.send_request(request).await.map_err(lost)?;
-            let status = response.status();
-            let body = Limited::new(response.into_body(), MAX_RESPONSE).collect().await;
-            let body = body.map_err(|error| self.invalid_response(error.to_string()))?;
-            Ok((status, body.to_bytes()))
-        };
-        tokio::pin!(connection);
-        tokio::pin!(exchange);
-        // Polling the connection here avoids a second task.
-        let mut open = true;
-        loop {
-            tokio::select! {
-                response = &mut exchange => return response,
-                end = &mut connection, if open => {
-                    end.map_err(lost)?;
-                    open = false;
-                }
-            }
         }
     }
 
