@@ -108,7 +108,7 @@ pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
 /// Does the handshake with a viewer and forwards data in both directions until either side closes.
 /// Returns `false` for a wrong password.
 async fn forward(
-    mut stream: ViewerStream,
+    mut stream: Box<dyn ViewerStream>,
     client: &Client,
     path: &str,
     request: &OpenConsole,

@@ -5,15 +5,13 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
 use rfb::handshake::{self, PASSWORD};
 use tempfile::TempDir;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
 use tokio::time::timeout;
 
 /// Timeout of the handshake, including typing a password.
@@ -109,12 +107,12 @@ impl Listener {
     }
 
     /// Accepts the next viewer.
-    pub async fn accept(&self) -> io::Result<ViewerStream> {
+    pub async fn accept(&self) -> io::Result<Box<dyn ViewerStream>> {
         match self {
             Self::Loopback { listener, .. } => {
                 let (stream, _) = listener.accept().await?;
                 stream.set_nodelay(true)?;
-                Ok(ViewerStream::Loopback(stream))
+                Ok(Box::new(stream))
             }
             Self::Unix { listener, owner, .. } => {
                 let (stream, _) = listener.accept().await?;
@@ -125,7 +123,7 @@ impl Listener {
                         format!("user {user} is neither root nor the user who runs the view"),
                     ));
                 }
-                Ok(ViewerStream::Unix(stream))
+                Ok(Box::new(stream))
             }
         }
     }
@@ -133,7 +131,7 @@ impl Listener {
 
 /// Does the server's side of the RFB handshake. Returns `false` for a wrong password.
 pub async fn handshake(
-    stream: &mut ViewerStream,
+    stream: &mut Box<dyn ViewerStream>,
     password: Option<&[u8; PASSWORD]>,
 ) -> io::Result<bool> {
     let handshake = handshake::serve(stream, password);
@@ -160,53 +158,9 @@ fn random_password() -> io::Result<[u8; PASSWORD]> {
 }
 
 /// Connection of a viewer.
-#[derive(Debug)]
-pub enum ViewerStream {
-    /// Connection to the UNIX socket.
-    Unix(UnixStream),
-    /// Connection to the loopback port.
-    Loopback(TcpStream),
-}
+pub trait ViewerStream: AsyncRead + AsyncWrite + Send + Unpin {}
 
-impl AsyncRead for ViewerStream {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Unix(stream) => Pin::new(stream).poll_read(context, buffer),
-            Self::Loopback(stream) => Pin::new(stream).poll_read(context, buffer),
-        }
-    }
-}
-
-impl AsyncWrite for ViewerStream {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Unix(stream) => Pin::new(stream).poll_write(context, bytes),
-            Self::Loopback(stream) => Pin::new(stream).poll_write(context, bytes),
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Unix(stream) => Pin::new(stream).poll_flush(context),
-            Self::Loopback(stream) => Pin::new(stream).poll_flush(context),
-        }
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Unix(stream) => Pin::new(stream).poll_shutdown(context),
-            Self::Loopback(stream) => Pin::new(stream).poll_shutdown(context),
-        }
-    }
-}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> ViewerStream for T {}
 
 #[cfg(test)]
 mod tests {
