@@ -1,6 +1,5 @@
 //! `import`: definitions of mdevctl.
 
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -46,25 +45,12 @@ enum Outcome {
 /// Runs `import`.
 pub async fn import(client: &Client, args: Import) -> Result<Vec<u8>, Failure> {
     let types: Vec<ParentTypes> = client.get("/v1/types").await?;
-    let mut existing: BTreeMap<VgpuId, Vgpu> = BTreeMap::new();
-    for vgpu in client.get::<Vec<Vgpu>>("/v1/vgpus").await? {
-        existing.insert(vgpu.uuid, vgpu);
-    }
+    let existing: Vec<Vgpu> = client.get("/v1/vgpus").await?;
     let mut entries = Vec::new();
     for (parent, file) in files(&args.dir)? {
-        let mut entry = plan(&args, &types, &existing, parent, file);
-        if entry.result == Outcome::WouldBeDefined {
-            if args.apply {
-                define(client, &mut entry).await?;
-            }
-            // A second file with this uuid is refused.
-            if let (Some(uuid), Outcome::WouldBeDefined | Outcome::Defined) =
-                (entry.uuid, entry.result)
-            {
-                let parent = entry.parent.clone();
-                let name = entry.attrs.iter().find_map(|attr| attr.get("name").cloned());
-                existing.insert(uuid, Vgpu { name, ..placeholder(uuid, parent) });
-            }
+        let mut entry = plan(&args, &types, (&existing, &entries), parent, file);
+        if entry.result == Outcome::WouldBeDefined && args.apply {
+            define(client, &mut entry).await?;
         }
         entries.push(entry);
     }
@@ -129,7 +115,7 @@ fn names(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
 fn plan(
     args: &Import,
     types: &[ParentTypes],
-    existing: &BTreeMap<VgpuId, Vgpu>,
+    taken: (&[Vgpu], &[ImportEntry]),
     parent: String,
     file: PathBuf,
 ) -> ImportEntry {
@@ -147,18 +133,19 @@ fn plan(
         result: Outcome::LeftOut,
         reason: None,
     };
-    match check(args, types, existing, &mut entry, |name| mapped(&args.mdev_type, name)) {
+    match check(args, types, taken, &mut entry, |name| mapped(&args.mdev_type, name)) {
         Ok(result) => entry.result = result,
         Err(reason) => entry.reason = Some(reason),
     }
     entry
 }
 
-/// Fills in an entry from its file. Returns the planned outcome, or the reason for leaving it out.
+/// Fills in an entry from its file. `taken` are the existing vGPUs and the entries before this one.
+/// Returns the planned outcome, or the reason for leaving it out.
 fn check(
     args: &Import,
     types: &[ParentTypes],
-    existing: &BTreeMap<VgpuId, Vgpu>,
+    taken: (&[Vgpu], &[ImportEntry]),
     entry: &mut ImportEntry,
     mapped: impl FnOnce(String) -> String,
 ) -> Result<Outcome, String> {
@@ -171,21 +158,32 @@ fn check(
         attrs.iter().partition(|(name, _)| !args.drop_attrs || Meaning::named(name).is_ok());
     entry.dropped = dropped.iter().map(|(name, _)| (*name).to_owned()).collect();
     entry.attrs = attributes(kept.iter().copied());
-    if let Some(vgpu) = existing.get(&uuid) {
+    let (existing, before) = taken;
+    let mut planned = before.iter().filter(|entry| entry.result != Outcome::LeftOut);
+    let on = if let Some(vgpu) = existing.iter().find(|vgpu| vgpu.uuid == uuid) {
         let same = vgpu.defined
             && (&vgpu.parent, &vgpu.mdev_type, &vgpu.attrs, vgpu.start)
                 == (&entry.parent, &mdev_type, &entry.attrs, policy(start));
         if same {
             return Ok(Outcome::Exists);
         }
-        let on = &vgpu.parent;
+        Some(&vgpu.parent)
+    } else {
+        planned.clone().find(|other| other.uuid == Some(uuid)).map(|other| &other.parent)
+    };
+    if let Some(on) = on {
         return Err(format!("another vGPU on parent {on} has this uuid and is not changed"));
     }
-    if let Some(name) = attrs.name()
-        && let Some(vgpu) =
-            existing.values().find(|vgpu| vgpu.name.as_deref() == Some(name.as_str()))
-    {
-        return Err(format!("vGPU {} has its name {name}", vgpu.uuid));
+    if let Some(name) = attrs.name() {
+        let has_name = |vgpu: &&Vgpu| vgpu.name.as_deref() == Some(name.as_str());
+        let gets_name = |attr: &Attribute| attr.get("name").is_some_and(|own| own == name.as_str());
+        let other = existing.iter().find(has_name).map(|vgpu| vgpu.uuid);
+        let other = other.or_else(|| {
+            planned.find(|other| other.attrs.iter().any(gets_name)).and_then(|e| e.uuid)
+        });
+        if let Some(other) = other {
+            return Err(format!("vGPU {other} has its name {name}"));
+        }
     }
     let parent = &entry.parent;
     let Some(offered) = types.iter().find(|types| types.parent == *parent) else {
@@ -239,29 +237,6 @@ async fn define(client: &Client, entry: &mut ImportEntry) -> Result<(), Failure>
         Err(failure) => return Err(failure.into()),
     }
     Ok(())
-}
-
-/// Returns a placeholder for a planned vGPU, which refuses later files with the same uuid.
-fn placeholder(uuid: VgpuId, parent: String) -> Vgpu {
-    Vgpu {
-        uuid,
-        name: None,
-        parent,
-        mdev_type: String::new(),
-        start: StartPolicy::Manual,
-        attrs: Vec::new(),
-        live_type: None,
-        live_attrs: None,
-        defined: false,
-        state: vgpud_api::VgpuState::Stopped,
-        reason: None,
-        socket: None,
-        pid: None,
-        vm: None,
-        vm_name: None,
-        focus: None,
-        warnings: Vec::new(),
-    }
 }
 
 fn line(entry: &ImportEntry) -> String {
