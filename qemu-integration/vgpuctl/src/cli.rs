@@ -23,6 +23,10 @@ pub mod vm;
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use serde::Serialize;
+
+use crate::failure::Failure;
+use crate::mdevctl::pretty;
 
 pub use self::definitions::{Define, Import, List, Modify, Start, Stop, Types, Undefine};
 pub use self::host::{Completions, Doctor, Man, Parents, ParentsTask};
@@ -156,4 +160,14 @@ pub enum Output {
     Text,
     /// JSON for programs. The structure does not depend on the number of results.
     Json,
+}
+
+impl Output {
+    /// Returns the output of a command that prints its result as JSON only.
+    pub fn result(self, result: &impl Serialize) -> Result<Vec<u8>, Failure> {
+        match self {
+            Self::Text => Ok(Vec::new()),
+            Self::Json => pretty(result),
+        }
+    }
 }

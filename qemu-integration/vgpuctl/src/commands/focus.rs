@@ -47,10 +47,7 @@ pub async fn focus(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
 /// Shows a vGPU on its parent's screen.
 async fn show(client: &Client, vgpu: &VgpuRef, output: Output) -> Result<Vec<u8>, Failure> {
     let shown: Focused = client.post(&format!("{}/focus", vgpu_path(vgpu)), &()).await?;
-    match output {
-        Output::Json => pretty(&shown),
-        Output::Text => Ok(Vec::new()),
-    }
+    output.result(&shown)
 }
 
 /// Starts or ends rotation of a parent's screen between its vGPUs.
@@ -62,10 +59,7 @@ async fn rotate(
 ) -> Result<Vec<u8>, Failure> {
     let path = format!("/v1/parents/{parent}/rotation");
     let screen: PhysicalScreen = client.post(&path, &Rotate { seconds: interval.0 }).await?;
-    match output {
-        Output::Json => pretty(&screen),
-        Output::Text => Ok(Vec::new()),
-    }
+    output.result(&screen)
 }
 
 /// Returns the only parent with a screen. Fails if there is none or there are several.

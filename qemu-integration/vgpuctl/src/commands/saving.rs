@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::fs::{self, File};
-use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::io::{self, BufReader, BufWriter, Read};
 use std::path::{Path, PathBuf};
 
 use hyper::Method;
@@ -10,7 +10,7 @@ use mdev_core::stream::{Head, IndexedVgpu, Part, StreamError, StreamReader, Stre
 use serde_json::json;
 use tempfile::NamedTempFile;
 use vgpud_api::{RestoreFile, RestoredVgpu, SaveVgpu};
-use vgpud_host::body::{BodyReader, body_writer};
+use vgpud_host::body::BodyReader;
 
 use crate::cli::{Output, Restore, Resume, Save};
 use crate::failure::Failure;
@@ -44,10 +44,7 @@ pub async fn restore(client: &Client, args: Restore) -> Result<Vec<u8>, Failure>
         return Err(Failure::Usage(message));
     }
     let restored = restore_from(client, &vgpu.to_string(), &args.file, 0).await?;
-    match args.output {
-        Output::Text => Ok(Vec::new()),
-        Output::Json => pretty(&restored),
-    }
+    args.output.result(&restored)
 }
 
 /// Runs `resume`.
@@ -76,10 +73,7 @@ pub async fn described(
 
 /// Returns the output of a command whose result is a file.
 pub fn written(file: &Path, bytes: u64, output: Output) -> Result<Vec<u8>, Failure> {
-    match output {
-        Output::Text => Ok(Vec::new()),
-        Output::Json => pretty(&json!({ "file": file, "bytes": bytes })),
-    }
+    output.result(&json!({ "file": file, "bytes": bytes }))
 }
 
 /// File that gets its name when it is complete.
@@ -213,51 +207,7 @@ pub async fn restore_from(
     index: usize,
 ) -> Result<RestoredVgpu, Failure> {
     let path = format!("{}/restore-file", vgpu_path(vgpu));
-    let restored = client.post_with_file(&path, &RestoreFile { index }, open_file(file)?).await;
-    match restored {
-        // An earlier vgpud reads streams only.
-        Err(error) if error.is_not_found() => send_from(client, vgpu, file, index).await,
-        restored => Ok(restored?),
-    }
-}
-
-/// Sends vgpud the vGPU of this index in a file as a stream.
-async fn send_from(
-    client: &Client,
-    vgpu: &str,
-    file: &Path,
-    index: usize,
-) -> Result<RestoredVgpu, Failure> {
-    let (writer, body) = body_writer();
-    let (name, path) = (file.to_owned(), format!("{}/restore", vgpu_path(vgpu)));
-    let sent = blocking(move || {
-        let (mut from, first) = open(&name)?;
-        let failed = |error: &dyn Display| cannot("restore", &name, error);
-        let send = || -> Result<(), StreamError> {
-            let mut head = first;
-            let mut left = index;
-            while left > 0 {
-                match from.next_part()? {
-                    Part::Next(next) => (head, left) = (next, left - 1),
-                    Part::End => return Err(StreamError::Cut),
-                    _ => {}
-                }
-            }
-            let mut to = StreamWriter::new(writer, &head)?;
-            while let part @ (Part::State(_) | Part::Guest { .. } | Part::Memory { .. }) =
-                from.next_part()?
-            {
-                to.copy(&part)?;
-            }
-            to.finish()?.flush()?;
-            Ok(())
-        };
-        send().map_err(|error| failed(&error))
-    });
-    let (restored, sent) = tokio::join!(client.post_stream(&path, body), sent);
-    // vgpud's reason says more than that the connection broke.
-    let restored = restored?;
-    sent.map(|()| restored)
+    Ok(client.post_with_file(&path, &RestoreFile { index }, open_file(file)?).await?)
 }
 
 /// Runs `body` on a thread that may block.

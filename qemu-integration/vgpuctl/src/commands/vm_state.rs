@@ -173,11 +173,7 @@ async fn restore_into(
     for (index, at) in arrange(&checked.heads, &places)?.into_iter().enumerate() {
         let (vgpu, place) = (vgpus[at].uuid.to_string(), places[at]);
         let restored = saving::restore_from(client, &vgpu, &args.file, index).await?;
-        monitor = blocking(move || {
-            pci::program(&mut monitor, place, &restored.config)?;
-            Ok(monitor)
-        })
-        .await?;
+        monitor = pci::program(monitor, place, restored).await?;
     }
     resume_vgpus(client, &vgpus).await?;
     if !args.paused {

@@ -130,7 +130,7 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
             let path = format!("{}/start", vgpu_path(uuid));
             let owner = args.owner.map(|owner| owner.to_string());
             let vgpu: Vgpu = client.post(&path, &StartVgpu { owner, force: args.force }).await?;
-            return if args.output == Output::Json { pretty(&vgpu) } else { Ok(Vec::new()) };
+            return args.output.result(&vgpu);
         }
     }
     let file = args.jsonfile.as_deref().map(read_definition).transpose()?;

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use vgpud_api::{ConfigWrite, Stats, Vgpu};
+use vgpud_api::{ConfigWrite, RestoredVgpu, Stats, Vgpu};
 
 use super::monitor::Monitor;
 use crate::commands::saving::blocking;
@@ -170,9 +170,14 @@ fn read_config(monitor: &mut Monitor, place: Place) -> Result<(), Failure> {
     restoring_address(monitor, &lines)
 }
 
-/// Makes writes to a device's configuration space.
-pub fn program(monitor: &mut Monitor, place: Place, writes: &[ConfigWrite]) -> Result<(), Failure> {
-    let lines: Vec<_> = writes
+/// Makes the writes to a device's configuration space that a restored vGPU needs.
+pub async fn program(
+    mut monitor: Monitor,
+    place: Place,
+    restored: RestoredVgpu,
+) -> Result<Monitor, Failure> {
+    let lines: Vec<_> = restored
+        .config
         .iter()
         .flat_map(|ConfigWrite { offset, value }| {
             [
@@ -181,7 +186,11 @@ pub fn program(monitor: &mut Monitor, place: Place, writes: &[ConfigWrite]) -> R
             ]
         })
         .collect();
-    restoring_address(monitor, &lines)
+    blocking(move || {
+        restoring_address(&mut monitor, &lines)?;
+        Ok(monitor)
+    })
+    .await
 }
 
 /// Runs commands that change the address port. The guest may have been between its two accesses.

@@ -159,11 +159,7 @@ async fn try_transfer(
     let (mut monitor, places) = pci::identify(client, monitor, vgpus).await?;
     for (vgpu, place) in vgpus.iter().zip(places) {
         let adopted = step(client, vgpu, HandoverStep::Adopt).await?;
-        monitor = blocking(move || {
-            pci::program(&mut monitor, place, &adopted.config)?;
-            Ok(monitor)
-        })
-        .await?;
+        monitor = pci::program(monitor, place, adopted).await?;
     }
     Ok(monitor)
 }

@@ -160,11 +160,7 @@ async fn restore_vgpus(
         let at = find_place(Place(place), &places)?;
         let restored = restore_vgpu(client, &vgpus[at], peer).await?;
         let place = places[at];
-        monitor = blocking(move || {
-            pci::program(&mut monitor, place, &restored.config)?;
-            Ok(monitor)
-        })
-        .await?;
+        monitor = pci::program(monitor, place, restored).await?;
     }
     Ok(monitor)
 }
