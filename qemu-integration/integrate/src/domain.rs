@@ -164,14 +164,7 @@ impl<'a> Domain<'a> {
         if self.devices().iter().any(|device| is_device_of(device, vgpu.uuid)) {
             return Err(DomainError::ByHand(vgpu.uuid));
         }
-        let kind = self.root.attribute("type").unwrap_or_default();
-        if !matches!(kind, "kvm" | "qemu") {
-            return Err(DomainError::NotQemu(kind.to_owned()));
-        }
-        let free = pci_slot::Free::find(&self.root, &self.devices())?;
-        let device = Device::new(socket)
-            .with_id(device_id(vgpu.uuid))
-            .at(free.bus, format!("{:#x}", free.first));
+        let device = self.device(socket, &device_id(vgpu.uuid))?;
         let mut args = vec![("-device", device.json())];
         if self.vgpus().is_empty() {
             args.push((
@@ -192,12 +185,7 @@ impl<'a> Domain<'a> {
         if self.devices().iter().any(|device| is_at(device, socket)) {
             return Ok(None);
         }
-        let kind = self.root.attribute("type").unwrap_or_default();
-        if !matches!(kind, "kvm" | "qemu") {
-            return Err(DomainError::NotQemu(kind.to_owned()));
-        }
-        let free = pci_slot::Free::find(&self.root, &self.devices())?;
-        let device = Device::new(socket).with_id(id).at(free.bus, format!("{:#x}", free.first));
+        let device = self.device(socket, id)?;
         let mut edits = Edits::new(self.text);
         memory::share(&self.root, &mut edits)?;
         self.add_arguments(&[("-device", device.json())], &mut edits);
@@ -236,6 +224,16 @@ impl<'a> Domain<'a> {
             memory::unshare(&self.root, added, &mut edits);
         }
         Ok((edits.apply(), vgpu.clone()))
+    }
+
+    /// Returns a device at a free slot.
+    fn device(&self, socket: &Path, id: &str) -> Result<Device, DomainError> {
+        let kind = self.root.attribute("type").unwrap_or_default();
+        if !matches!(kind, "kvm" | "qemu") {
+            return Err(DomainError::NotQemu(kind.to_owned()));
+        }
+        let free = pci_slot::Free::find(&self.root, &self.devices())?;
+        Ok(Device::new(socket).with_id(id).at(free.bus, format!("{:#x}", free.first)))
     }
 
     fn commandline(&self) -> Option<&Element> {
