@@ -5,22 +5,13 @@ use std::os::unix::fs::MetadataExt;
 
 use nix::sys::stat::{major, minor};
 
-/// A process.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Process {
-    /// Process id.
-    pub pid: u32,
-    /// Name of the program, as `ps` shows it.
-    pub name: String,
-}
+use crate::checkpoint::Process;
 
 /// Returns the process that has locked a file with `flock`, if the kernel tells.
 pub fn of(file: &File) -> Option<Process> {
     let about = file.metadata().ok()?;
     let locks = fs::read_to_string("/proc/locks").ok()?;
-    let pid = find(&locks, about.dev(), about.ino())?;
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
-    Some(Process { pid, name: name.trim_end().to_owned() })
+    Process::named(find(&locks, about.dev(), about.ino())?).ok()
 }
 
 /// Returns the process with a lock on a file. A line is

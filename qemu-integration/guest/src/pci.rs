@@ -204,9 +204,8 @@ fn lock(config: &File, address: &str) -> Result<(), GuestError> {
     match config.try_lock() {
         Ok(()) => Ok(()),
         Err(TryLockError::WouldBlock) => {
-            let user = lock_owner::of(config).map_or("another process".to_owned(), |process| {
-                format!("process {} ({})", process.pid, process.name)
-            });
+            let user = lock_owner::of(config);
+            let user = user.map_or("another process".to_owned(), |user| user.to_string());
             Err(GuestError::Busy { address: address.to_owned(), user })
         }
         Err(TryLockError::Error(error)) => Err(GuestError::os(format!("Locking {address}"))(error)),

@@ -22,6 +22,14 @@ pub struct Process {
     pub name: String,
 }
 
+impl Process {
+    /// Returns a process with its name.
+    pub fn named(pid: u32) -> io::Result<Self> {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm"))?;
+        Ok(Self { pid, name: name.trim_end().to_owned() })
+    }
+}
+
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "process {} ({})", self.pid, self.name)
@@ -48,8 +56,7 @@ pub fn find(majors: &[u64]) -> io::Result<Vec<Process>> {
         };
         // A process that ends meanwhile uses nothing.
         if uses(&entry.path(), majors).unwrap_or(false) {
-            let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-            found.push(Process { pid, name: name.trim_end().to_owned() });
+            found.push(Process::named(pid).unwrap_or(Process { pid, name: String::new() }));
         }
     }
     found.sort_by_key(|process| process.pid);
