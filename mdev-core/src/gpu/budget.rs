@@ -28,9 +28,4 @@ impl Budget {
         (1_000_000..=30_000_000).contains(&self.period_ns)
             && (1..self.period_ns).contains(&self.time_ns)
     }
-
-    /// Returns the budget as a part of the GPU, 0 to 1.
-    pub fn as_part(&self) -> f64 {
-        self.time_ns as f64 / self.period_ns as f64
-    }
 }

@@ -225,7 +225,8 @@ mod tests {
                 now += ran;
                 used += ran;
                 meter.settle(now, ran, true);
-                prop_assert!(meter.credit_ns() as f64 <= budget.as_part() * 1e8 + 1.0);
+                let part = budget.time_ns as f64 / budget.period_ns as f64;
+                prop_assert!(meter.credit_ns() as f64 <= part * 1e8 + 1.0);
             }
             let due = u128::from(now) * u128::from(budget.time_ns) / u128::from(budget.period_ns);
             let off = u128::from(used).abs_diff(due);
