@@ -88,11 +88,7 @@ const STATIC_PROGRAMS: [&str; 8] =
 pub fn run() -> Tally {
     let mut report = Report::new();
     report.section("Formatting", || check(&["fmt", "--all", "--check"]).map(Tested::from));
-    let mut built = Built::default();
-    report.section("Building programs and tests", || {
-        built = programs::build()?;
-        Ok(Tested::default())
-    });
+    let built = report.build();
     report.section("The lab: QEMU and a guest's kernel", || prepare().map(Tested::from));
 
     let plan = built.plan(&MEASURED, &LONG, &FIRST);
@@ -134,11 +130,7 @@ fn when_idle() -> mpsc::Receiver<Finished> {
 /// Runs the tests that take long, one at a time. Returns the total.
 pub fn endurance() -> Tally {
     let mut report = Report::new();
-    let mut built = Built::default();
-    report.section("Building programs and tests", || {
-        built = programs::build()?;
-        Ok(Tested::default())
-    });
+    let built = report.build();
     report.jobs(built.plan(&MEASURED, &LONG, &FIRST).long);
     report.summary()
 }
@@ -282,6 +274,16 @@ impl Report {
             Tally::check(false).into()
         });
         self.sections.push((title.to_owned(), result, start.elapsed()));
+    }
+
+    /// Builds all programs and tests.
+    fn build(&mut self) -> Built {
+        let mut built = Built::default();
+        self.section("Building programs and tests", || {
+            built = programs::build()?;
+            Ok(Tested::default())
+        });
+        built
     }
 
     /// Runs jobs one at a time.
