@@ -92,11 +92,11 @@ pub async fn run(context: Context) {
     }
 }
 
-/// Sets an inventory. Only a change wakes the streams to kubelet.
-fn set(sender: &watch::Sender<Inventory>, inventory: Inventory) {
+/// Sets what a channel has. Only a change wakes its receivers.
+pub(crate) fn set<T: PartialEq>(sender: &watch::Sender<T>, value: T) {
     sender.send_if_modified(|current| {
-        let changed = *current != inventory;
-        *current = inventory;
+        let changed = *current != value;
+        *current = value;
         changed
     });
 }

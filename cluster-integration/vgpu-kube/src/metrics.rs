@@ -7,8 +7,10 @@ use anyhow::{Context as _, ensure};
 use axum::Router;
 use axum::routing::get;
 use prometheus::{
-    Encoder, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-    Registry, TextEncoder,
+    Encoder, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    TextEncoder, register_histogram_vec_with_registry, register_int_counter_vec_with_registry,
+    register_int_counter_with_registry, register_int_gauge_vec_with_registry,
+    register_int_gauge_with_registry,
 };
 
 /// Counters of the agent. Clones share them.
@@ -28,11 +30,12 @@ pub struct Metrics {
 impl Metrics {
     /// Creates the metrics, all zero.
     pub fn new() -> prometheus::Result<Self> {
+        let registry = Registry::new();
         let counters = |name: &str, help: &str, labels: &[&str]| {
-            IntCounterVec::new(Opts::new(format!("tessera_kube_{name}"), help), labels)
+            let opts = Opts::new(format!("tessera_kube_{name}"), help);
+            register_int_counter_vec_with_registry!(opts, labels, registry)
         };
-        let metrics = Self {
-            registry: Registry::new(),
+        Ok(Self {
             allocations: counters(
                 "device_plugin_allocations_total",
                 "Devices given to containers by device plugins",
@@ -43,49 +46,41 @@ impl Metrics {
                 "Registrations of device plugins at kubelet",
                 &["resource"],
             )?,
-            reaped: IntCounter::new(
+            reaped: register_int_counter_with_registry!(
                 "tessera_kube_leftover_vgpus_stopped_total",
                 "vGPUs without a pod or claim that were stopped",
+                registry
             )?,
             calls: counters(
                 "claims_total",
                 "Claims that were prepared and unprepared",
                 &["call", "result"],
             )?,
-            call_seconds: HistogramVec::new(
-                HistogramOpts::new(
-                    "tessera_kube_claim_seconds",
-                    "Time to prepare or unprepare a claim",
-                )
-                .buckets(vec![0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]),
+            call_seconds: register_histogram_vec_with_registry!(
+                "tessera_kube_claim_seconds",
+                "Time to prepare or unprepare a claim",
                 &["call"],
+                vec![0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0],
+                registry
             )?,
-            publications: IntCounter::new(
+            publications: register_int_counter_with_registry!(
                 "tessera_kube_slice_writes_total",
                 "Writes of the node's ResourceSlice",
+                registry
             )?,
-            claims: IntGauge::new("tessera_kube_prepared_claims", "Claims that are prepared")?,
-            devices: IntGaugeVec::new(
-                Opts::new("tessera_kube_gpus", "Physical GPUs of the ResourceSlice"),
+            claims: register_int_gauge_with_registry!(
+                "tessera_kube_prepared_claims",
+                "Claims that are prepared",
+                registry
+            )?,
+            devices: register_int_gauge_vec_with_registry!(
+                "tessera_kube_gpus",
+                "Physical GPUs of the ResourceSlice",
                 &["health"],
+                registry
             )?,
-        };
-        let Self { allocations, registrations, reaped, calls, call_seconds, .. } = metrics.clone();
-        let Self { publications, claims, devices, .. } = metrics.clone();
-        let all: [Box<dyn prometheus::core::Collector>; 8] = [
-            Box::new(allocations),
-            Box::new(registrations),
-            Box::new(reaped),
-            Box::new(calls),
-            Box::new(call_seconds),
-            Box::new(publications),
-            Box::new(claims),
-            Box::new(devices),
-        ];
-        for collector in all {
-            metrics.registry.register(collector)?;
-        }
-        Ok(metrics)
+            registry,
+        })
     }
 
     /// Counts an allocation of a device plugin.

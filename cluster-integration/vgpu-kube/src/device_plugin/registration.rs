@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 use tonic::transport::Server;
 
 use super::Context;
@@ -33,13 +33,8 @@ pub struct Plugin {
 #[derive(Debug)]
 struct Listening {
     socket: SocketFile,
-    server: JoinHandle<()>,
-}
-
-impl Drop for Listening {
-    fn drop(&mut self) {
-        self.server.abort();
-    }
+    /// Task that serves the socket, until it is dropped.
+    _server: JoinSet<()>,
 }
 
 impl Plugin {
@@ -94,12 +89,13 @@ impl Plugin {
         let service = api::device_plugin_server::DevicePluginServer::new(self.service.clone());
         let server = Server::builder().add_service(service).serve_with_incoming(incoming);
         let name = self.service.resource.to_string();
-        let server = tokio::spawn(async move {
+        let mut task = JoinSet::new();
+        task.spawn(async move {
             if let Err(error) = server.await {
                 log::warn!("The device plugin of {name} has ended: {error}");
             }
         });
-        Ok(Listening { socket: SocketFile::new(path), server })
+        Ok(Listening { socket: SocketFile::new(path), _server: task })
     }
 
     async fn register(&self, kubelet: &std::path::Path) -> anyhow::Result<()> {

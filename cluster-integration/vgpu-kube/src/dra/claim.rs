@@ -1,5 +1,7 @@
 //! What the scheduler has allocated to a claim.
 
+use std::fmt;
+
 use k8s_openapi::api::resource::v1::{
     DeviceAllocationConfiguration, DeviceAllocationResult, DeviceRequestAllocationResult,
     ResourceClaim,
@@ -21,6 +23,12 @@ pub struct ClaimRef {
     pub name: String,
     /// UID.
     pub uid: String,
+}
+
+impl fmt::Display for ClaimRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
 }
 
 /// Part of a physical GPU that is allocated to a claim.
@@ -67,13 +75,12 @@ pub enum ClaimError {
 
 /// Returns this driver's shares of a claim on a node.
 pub fn shares(claim: &ResourceClaim, by: &ClaimRef, node: &str) -> Result<Vec<Share>, ClaimError> {
-    let name = || format!("{}/{}", by.namespace, by.name);
     if claim.metadata.uid.as_deref() != Some(by.uid.as_str()) {
-        return Err(ClaimError::Replaced(name()));
+        return Err(ClaimError::Replaced(by.to_string()));
     }
     let allocation = claim.status.as_ref().and_then(|status| status.allocation.as_ref());
     let Some(devices) = allocation.and_then(|allocation| allocation.devices.as_ref()) else {
-        return Err(ClaimError::NotAllocated(name(), node.to_owned()));
+        return Err(ClaimError::NotAllocated(by.to_string(), node.to_owned()));
     };
     let own: Vec<_> = devices
         .results
@@ -82,13 +89,13 @@ pub fn shares(claim: &ResourceClaim, by: &ClaimRef, node: &str) -> Result<Vec<Sh
         .filter(|result| result.driver == DRIVER && result.pool == node)
         .collect();
     if own.is_empty() {
-        return Err(ClaimError::NotAllocated(name(), node.to_owned()));
+        return Err(ClaimError::NotAllocated(by.to_string(), node.to_owned()));
     }
     if own.len() > MAX_SHARES {
-        return Err(ClaimError::TooMany(name(), own.len()));
+        return Err(ClaimError::TooMany(by.to_string(), own.len()));
     }
     if own.iter().any(|result| result.admin_access == Some(true)) {
-        return Err(ClaimError::AdminAccess(name()));
+        return Err(ClaimError::AdminAccess(by.to_string()));
     }
     own.into_iter().map(|result| share(result, devices)).collect()
 }

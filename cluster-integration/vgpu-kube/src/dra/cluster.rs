@@ -134,11 +134,10 @@ impl Cluster {
         if !self.is_news(object.uid.as_deref().unwrap_or_default(), note) {
             return;
         }
-        let end = (0..=MAX_NOTE.min(note.len())).rev().find(|at| note.is_char_boundary(*at));
         let event = Event {
             type_: EventType::Warning,
             reason: reason.to_owned(),
-            note: Some(note[..end.unwrap_or_default()].to_owned()),
+            note: Some(truncated(note, MAX_NOTE).to_owned()),
             action: reason.to_owned(),
             secondary: None,
         };
@@ -158,6 +157,12 @@ impl Cluster {
         sent.insert(object.to_owned(), (note.to_owned(), Instant::now()));
         true
     }
+}
+
+/// Returns the beginning of a text with at most `max` bytes.
+pub fn truncated(text: &str, max: usize) -> &str {
+    let end = (0..=max.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+    &text[..end.unwrap_or_default()]
 }
 
 /// Runs a request with a timeout.

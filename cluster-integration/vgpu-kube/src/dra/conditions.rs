@@ -9,6 +9,7 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::DRIVER;
+use super::cluster::truncated;
 
 /// Condition that Kubernetes documents for devices.
 const READY: &str = "Ready";
@@ -90,13 +91,11 @@ fn condition<'a>(
 fn updated(before: Option<&Condition>, now: &Readiness) -> Condition {
     let status = if now.ready { "True" } else { "False" };
     let same = before.filter(|before| before.status == status);
-    let end = (0..=MAX_MESSAGE.min(now.message.len())).rev();
-    let end = end.into_iter().find(|at| now.message.is_char_boundary(*at));
     Condition {
         type_: READY.to_owned(),
         status: status.to_owned(),
         reason: now.reason.to_owned(),
-        message: now.message[..end.unwrap_or_default()].replace('\n', " "),
+        message: truncated(&now.message, MAX_MESSAGE).replace('\n', " "),
         last_transition_time: same
             .map_or_else(|| Time(Timestamp::now()), |before| before.last_transition_time.clone()),
         observed_generation: None,

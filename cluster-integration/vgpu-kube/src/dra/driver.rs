@@ -122,9 +122,8 @@ impl Driver {
     pub async fn prepare(&self, by: &ClaimRef) -> Result<Vec<Prepared>> {
         check_uid(by)?;
         let _lock = self.locks.lock(&by.uid).await;
-        let name = format!("{}/{}", by.namespace, by.name);
         let claim = self.cluster.claim(&by.namespace, &by.name).await?;
-        let claim = claim.ok_or(DriverError::NoClaim(name))?;
+        let claim = claim.ok_or(DriverError::NoClaim(by.to_string()))?;
         let prepared = self.prepare_claim(&claim, by).await;
         let readiness = |result: &DeviceRequestAllocationResult| {
             Some(match &prepared {
@@ -155,7 +154,6 @@ impl Driver {
     }
 
     async fn prepare_claim(&self, claim: &ResourceClaim, by: &ClaimRef) -> Result<Vec<Prepared>> {
-        let name = format!("{}/{}", by.namespace, by.name);
         let shares = claim::shares(claim, by, &self.node)?;
         let owner = owner::of(&by.name, &self.cluster.pods(claim).await?)?;
         let parents = self.vgpus.parents().await?;
@@ -163,7 +161,7 @@ impl Driver {
             .iter()
             .map(|share| self.wanted(by, share, owner, &parents))
             .collect::<Result<Vec<_>>>()?;
-        let file = |error| DriverError::File(name.clone(), error);
+        let file = |error| DriverError::File(by.to_string(), error);
         let ids = wanted.iter().map(|wanted| wanted.id).collect();
         self.records.write(&Record::new(by, ids)).map_err(file)?;
         let mut devices = Vec::new();
@@ -185,8 +183,7 @@ impl Driver {
     pub async fn unprepare(&self, by: &ClaimRef) -> Result<()> {
         check_uid(by)?;
         let _lock = self.locks.lock(&by.uid).await;
-        let name = format!("{}/{}", by.namespace, by.name);
-        let file = |error| DriverError::File(name.clone(), error);
+        let file = |error| DriverError::File(by.to_string(), error);
         let record = self.records.find(&by.uid);
         for vgpu in record.into_iter().flat_map(|record| record.vgpus) {
             self.vgpus.stop(vgpu).await?;
@@ -226,5 +223,5 @@ fn check_uid(by: &ClaimRef) -> Result<()> {
     if is_uid(&by.uid) {
         return Ok(());
     }
-    Err(DriverError::Uid(by.uid.clone(), format!("{}/{}", by.namespace, by.name)))
+    Err(DriverError::Uid(by.uid.clone(), by.to_string()))
 }

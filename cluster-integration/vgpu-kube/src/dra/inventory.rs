@@ -15,6 +15,7 @@ use super::claim::ClaimRef;
 use super::conditions::Readiness;
 use super::driver::Driver;
 use super::slices::{self, Gpu};
+use crate::device_plugin;
 use crate::vgpus::Purpose;
 
 /// Interval of queries.
@@ -59,11 +60,7 @@ async fn query(driver: &Driver, before: &[Gpu]) -> Result<(Vec<Gpu>, Vec<Vgpu>),
 fn set(driver: &Driver, gpus: &watch::Sender<Vec<Gpu>>, found: Vec<Gpu>) {
     let healthy = found.iter().filter(|gpu| gpu.taint.is_none()).count();
     driver.metrics.set_devices(healthy, found.len() - healthy);
-    gpus.send_if_modified(|current| {
-        let changed = *current != found;
-        *current = found;
-        changed
-    });
+    device_plugin::set(gpus, found);
 }
 
 /// Writes an event and a condition for each vGPU that has failed since the last query.

@@ -71,7 +71,7 @@ async fn check(driver: &Driver, by: &ClaimRef) -> Result<(), DriverError> {
     if is_live(found.as_ref(), by, &driver.node) {
         return driver.prepare(by).await.map(drop);
     }
-    log::info!("Claim {}/{} is over: unpreparing it", by.namespace, by.name);
+    log::info!("Claim {by} is over: unpreparing it");
     driver.unprepare(by).await
 }
 

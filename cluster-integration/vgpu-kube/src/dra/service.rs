@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
@@ -43,7 +43,7 @@ impl Service {
             }
             Err(error) => {
                 let error = error.to_string();
-                log::warn!("Cannot prepare claim {}/{}: {error}", by.namespace, by.name);
+                log::warn!("Cannot prepare claim {by}: {error}");
                 self.0.cluster.warn_claim(&by, "PrepareFailed", &error).await;
                 v1::NodePrepareResourceResponse { devices: Vec::new(), error }
             }
@@ -56,7 +56,7 @@ impl Service {
         self.0.metrics.count_call("unprepare", unprepared.is_ok(), began.elapsed());
         let error = unprepared.err().map(|error| error.to_string()).unwrap_or_default();
         if !error.is_empty() {
-            log::warn!("Cannot unprepare claim {}/{}: {error}", by.namespace, by.name);
+            log::warn!("Cannot unprepare claim {by}: {error}");
             self.0.cluster.warn_claim(&by, "UnprepareFailed", &error).await;
         }
         v1::NodeUnprepareResourceResponse { error }
@@ -170,50 +170,30 @@ pub async fn serve(driver: Arc<Driver>, plugin_dir: &Path) -> anyhow::Result<()>
     let endpoint = plugin_dir.join("plugins").join(DRIVER).join("dra.sock");
     let registry = plugin_dir.join("plugins_registry").join(format!("{DRIVER}-reg.sock"));
     let mut sockets: Option<[SocketFile; 2]> = None;
-    let mut servers = Servers::default();
+    let mut servers = JoinSet::new();
     loop {
         if !sockets.as_ref().is_some_and(|all| all.iter().all(SocketFile::is_there)) {
-            servers.stop();
+            servers.abort_all();
             // The registration comes last: kubelet calls as soon as it sees that socket.
             let incoming = grpc::listen(&endpoint)?;
             let service = Service(Arc::clone(&driver));
             let calls = Server::builder()
                 .add_service(v1::dra_plugin_server::DraPluginServer::new(service.clone()))
                 .add_service(v1beta1::dra_plugin_server::DraPluginServer::new(service));
-            servers.spawn(calls.serve_with_incoming(incoming));
+            servers.spawn(log_failure(calls.serve_with_incoming(incoming)));
             let incoming = grpc::listen(&registry)?;
             let service = Registration { endpoint: endpoint.clone() };
             let service = registration::registration_server::RegistrationServer::new(service);
-            servers.spawn(Server::builder().add_service(service).serve_with_incoming(incoming));
+            let registration = Server::builder().add_service(service);
+            servers.spawn(log_failure(registration.serve_with_incoming(incoming)));
             sockets = Some([endpoint.clone(), registry.clone()].map(SocketFile::new));
         }
         tokio::time::sleep(INTERVAL).await;
     }
 }
 
-/// Tasks that serve sockets. They end with this value.
-#[derive(Debug, Default)]
-struct Servers(Vec<JoinHandle<()>>);
-
-impl Servers {
-    fn spawn(
-        &mut self,
-        server: impl Future<Output = Result<(), tonic::transport::Error>> + Send + 'static,
-    ) {
-        self.0.push(tokio::spawn(async {
-            if let Err(error) = server.await {
-                log::warn!("A socket of the driver is not served any more: {error}");
-            }
-        }));
-    }
-
-    fn stop(&mut self) {
-        self.0.drain(..).for_each(|server| server.abort());
-    }
-}
-
-impl Drop for Servers {
-    fn drop(&mut self) {
-        self.stop();
+async fn log_failure(server: impl Future<Output = Result<(), tonic::transport::Error>>) {
+    if let Err(error) = server.await {
+        log::warn!("A socket of the driver is not served any more: {error}");
     }
 }

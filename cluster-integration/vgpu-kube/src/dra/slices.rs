@@ -17,6 +17,7 @@ use vgpud_api::{Parent, ParentState, Stats};
 
 use super::DRIVER;
 use super::capacity::{CORE, VRAM};
+use super::cluster::truncated;
 use crate::vgpus::Purpose;
 
 /// Share of a claim that asks for none, in percent.
@@ -119,8 +120,7 @@ pub fn devices(gpus: &[Gpu]) -> Vec<Device> {
 
 fn device(gpu: &Gpu) -> Device {
     let string = |text: &str| {
-        let end = (0..=MAX_STRING.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
-        let text = text[..end.unwrap_or_default()].to_owned();
+        let text = truncated(text, MAX_STRING).to_owned();
         DeviceAttribute { string: Some(text), ..DeviceAttribute::default() }
     };
     let bool = |value| DeviceAttribute { bool: Some(value), ..DeviceAttribute::default() };
