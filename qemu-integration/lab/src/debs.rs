@@ -16,6 +16,7 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::Signal;
 
 use crate::cleanup::Process;
+use crate::guest::last;
 
 const DEFAULT_MIRROR: &str = "http://deb.debian.org/debian";
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
@@ -53,7 +54,7 @@ impl Default for Sources {
 impl Debs {
     /// Returns true if the required tools are installed.
     pub fn possible() -> bool {
-        ["apt-get", "apt-cache", "dpkg-deb", "tar"].iter().all(|tool| in_path(tool))
+        ["apt-get", "apt-cache", "dpkg-deb", "tar"].iter().all(|tool| in_path(tool).is_some())
     }
 
     /// Sets up apt in `folder`, which may hold fetched packages of an earlier run, and reads the
@@ -220,8 +221,8 @@ pub fn run_quietly(mut command: Command, log: &Path) -> Result<String> {
     let status = Process::spawn(command, Signal::SIGTERM)?.wait(FETCH_LIMIT)?;
     if !status.success() {
         let complaint = fs::read_to_string(&err).unwrap_or_default();
-        let lines: Vec<_> = complaint.lines().filter(|line| !line.is_empty()).collect();
-        let tail = lines[lines.len().saturating_sub(3)..].join("; ");
+        let lines = complaint.lines().filter(|line| !line.is_empty());
+        let tail = last(&lines.collect::<Vec<_>>(), 3).join("; ");
         match status.signal() {
             Some(signal) => bail!("{name} was ended by signal {signal}"),
             None => bail!("{name} failed: {tail}"),
@@ -338,10 +339,10 @@ fn mirror_in(text: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// Returns true if a program of this name is in the path.
-pub fn in_path(program: &str) -> bool {
+/// Finds a program in the path.
+pub fn in_path(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
+    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|file| file.is_file())
 }
 
 #[cfg(test)]

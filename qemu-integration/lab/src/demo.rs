@@ -232,7 +232,7 @@ fn open(options: &Options, folder: &Path, progress: &Progress) -> Result<(Lab, P
 }
 
 /// Writes the facts as JSON.
-fn write(facts: &Facts, path: &Path) -> Result<()> {
+fn write(facts: &impl Serialize, path: &Path) -> Result<()> {
     let text = serde_json::to_string_pretty(facts)? + "\n";
     std::fs::write(path, text).with_context(|| format!("Cannot write {}", path.display()))
 }
@@ -438,11 +438,7 @@ impl Demo {
 
     /// Returns the engine time used by each vGPU, in nanoseconds.
     fn engine_ns(&self) -> Result<Vec<u64>> {
-        let used = |facts: &VmFacts| {
-            let stats = self.host.stats(&facts.uuid)?;
-            stats["engine_ns"].as_u64().context("The statistics have no engine_ns")
-        };
-        self.facts.iter().map(used).collect()
+        self.facts.iter().map(|facts| self.host.engine_ns(&facts.uuid)).collect()
     }
 }
 

@@ -55,6 +55,16 @@ impl Output {
     }
 }
 
+/// Returns the last items of a list, at most `count`.
+pub(crate) fn last<T>(all: &[T], count: usize) -> &[T] {
+    &all[all.len().saturating_sub(count)..]
+}
+
+/// Returns the last lines of a text, at most `count`.
+pub(crate) fn last_lines(text: &str, count: usize) -> String {
+    last(&text.lines().collect::<Vec<_>>(), count).join("\n")
+}
+
 impl Guest {
     /// Connects to the serial port's socket.
     pub fn connect(path: &Path) -> Result<Self> {

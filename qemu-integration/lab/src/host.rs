@@ -216,6 +216,11 @@ impl Host {
             .clone())
     }
 
+    /// Returns the engine time that a running vGPU has used, in nanoseconds.
+    pub fn engine_ns(&self, uuid: &str) -> Result<u64> {
+        self.stats(uuid)?["engine_ns"].as_u64().context("The statistics have no engine_ns")
+    }
+
     /// Returns the manager's data about a vGPU.
     pub fn vgpu(&self, uuid: &str) -> Result<Value> {
         let list = self.vgpuctl_json(&["list", "--output", "json"])?;

@@ -5,15 +5,15 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::debs::in_path;
+
 /// Target architecture: GPUs with the channel classes that the runtime supports.
 const ARCHITECTURE: &str = "-arch=sm_90";
 
 /// Finds nvcc in the path or in its installer's default folder.
 fn find() -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let mut folders: Vec<PathBuf> = std::env::split_paths(&path).collect();
-    folders.push("/usr/local/cuda/bin".into());
-    folders.into_iter().map(|folder| folder.join("nvcc")).find(|file| file.is_file())
+    let installed = PathBuf::from("/usr/local/cuda/bin/nvcc");
+    in_path("nvcc").or_else(|| installed.is_file().then_some(installed))
 }
 
 /// Compiles `source` in `folder` and returns the path of the machine code.

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::Lab;
 use crate::cleanup::Process;
-use crate::guest::Guest;
+use crate::guest::{Guest, last_lines};
 use crate::ovmf::Ovmf;
 use crate::shared_folder::SharedFolder;
 
@@ -276,9 +276,7 @@ impl Vm {
     /// Waits until the guest accepts commands, after a boot or a reboot.
     pub fn wait_boot(&mut self) -> Result<()> {
         self.guest.wait_boot(BOOT_LIMIT).with_context(|| {
-            let console = self.console();
-            let lines: Vec<_> = console.lines().collect();
-            let tail = lines[lines.len().saturating_sub(12)..].join("\n");
+            let tail = last_lines(&self.console(), 12);
             format!("{}\nLast lines of the console:\n{tail}", self.errors())
         })
     }

@@ -20,10 +20,11 @@ use serde::Serialize;
 use self::files::{LIBRARIES, Needs, PROGRAM};
 use self::numbers::{Numbers, TIME, numbers, results_and_times};
 use self::python::Python;
-use super::{Options, TOLERANCE, VGPUS};
+use super::{Options, TOLERANCE, VGPUS, write};
 use crate::Lab;
 use crate::build::Programs;
 use crate::cleanup::Scratch;
+use crate::guest::last_lines;
 use crate::guest_driver::MODULE;
 use crate::host::{Host, MdevType, Parent};
 use crate::initramfs;
@@ -110,8 +111,7 @@ pub fn only(options: &Options) -> Result<Vec<String>> {
     let facts = run(&lab, &programs, options, &needs, scratch.path(), &mut failures)?;
     facts.print();
     if let Some(path) = &options.json {
-        let text = serde_json::to_string_pretty(&facts)? + "\n";
-        fs::write(path, text).with_context(|| format!("Cannot write {}", path.display()))?;
+        write(&facts, path)?;
     }
     if failures.is_empty() {
         println!("All of it held.");
@@ -251,7 +251,8 @@ impl Cuda {
         }
         let finish = |vm: &mut Vm| {
             let done = vm.guest.finish(LIMIT)?.success();
-            let done = done.with_context(|| format!("`{command}`\n{}", last_lines(&vm.console())));
+            let done =
+                done.with_context(|| format!("`{command}`\n{}", last_lines(&vm.console(), 12)));
             anyhow::Ok(done?.stdout)
         };
         self.vms.iter_mut().map(finish).collect::<Result<_>>().with_context(|| self.host.log())
@@ -352,11 +353,7 @@ impl Cuda {
 
     /// Returns the engine time of some vGPUs in nanoseconds.
     fn engine_ns(&self, indices: &[usize]) -> Result<Vec<u64>> {
-        let used = |index: &usize| {
-            let stats = self.host.stats(VGPUS[*index].1)?;
-            stats["engine_ns"].as_u64().context("The statistics have no engine_ns")
-        };
-        indices.iter().map(used).collect()
+        indices.iter().map(|index| self.host.engine_ns(VGPUS[*index].1)).collect()
     }
 }
 
@@ -451,11 +448,6 @@ fn output_of(command: &mut Command) -> Result<String> {
     let errors = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{command:?} failed: {}", errors.trim());
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-}
-
-fn last_lines(console: &str) -> String {
-    let lines: Vec<_> = console.lines().collect();
-    lines[lines.len().saturating_sub(12)..].join("\n")
 }
 
 #[cfg(test)]

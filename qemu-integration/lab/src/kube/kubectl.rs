@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use crate::debs::in_path;
 use crate::guest::Output;
 use crate::kube::node::Node;
 
@@ -75,7 +76,5 @@ impl Kubectl<'_> {
 
 /// Returns the path of this machine's kubectl, or the reason why there is none.
 pub fn on_host() -> Result<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let mut found = std::env::split_paths(&path).map(|folder| folder.join("kubectl"));
-    found.find(|program| program.is_file()).context("kubectl is not installed on this machine")
+    in_path("kubectl").context("kubectl is not installed on this machine")
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 
 use crate::debs::Debs;
+use crate::guest::last_lines;
 use crate::namespaces::{Cgroups, Namespaces};
 
 const BOOT: &str = include_str!("node.sh");
@@ -98,9 +99,7 @@ impl Node {
 
     /// Returns the last lines of a service's log.
     pub fn log(&self, name: &str) -> String {
-        let log = self.read(&format!("/var/log/{name}.log"));
-        let lines: Vec<_> = log.lines().collect();
-        lines[lines.len().saturating_sub(20)..].join("\n")
+        last_lines(&self.read(&format!("/var/log/{name}.log")), 20)
     }
 
     /// Waits until `ready` returns true.

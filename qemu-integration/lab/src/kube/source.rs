@@ -15,6 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::cleanup::Scratch;
 use crate::debs::{self, Debs, Sources};
+use crate::guest::last;
 use crate::progress::{Progress, Step};
 
 /// Version of Kubernetes.
@@ -184,7 +185,7 @@ fn run(mut command: Command, step: &Step) -> Result<()> {
     }
     let status = child.wait()?;
     if !status.success() {
-        bail!("{status}: {}", lines[lines.len().saturating_sub(10)..].join("; "));
+        bail!("{status}: {}", last(&lines, 10).join("; "));
     }
     Ok(())
 }

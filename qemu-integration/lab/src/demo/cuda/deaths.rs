@@ -13,9 +13,10 @@ use nix::unistd::Pid;
 use super::files::Needs;
 use super::numbers::{Numbers, numbers};
 use super::python::{self, Python};
-use super::{Cuda, LIMIT, Options, VGPUS, command, in_background, is_right, last_lines};
+use super::{Cuda, LIMIT, Options, VGPUS, command, in_background, is_right};
 use crate::Lab;
 use crate::build::Programs;
+use crate::guest::last_lines;
 use crate::host::Host;
 use crate::progress::Progress;
 
@@ -70,7 +71,7 @@ impl Cuda {
     /// Returns what the VM's QEMU and console said last, and the warnings of vgpud.
     fn logs(&self) -> String {
         let vms: String =
-            self.vms.iter().map(|vm| vm.errors() + &last_lines(&vm.console())).collect();
+            self.vms.iter().map(|vm| vm.errors() + &last_lines(&vm.console(), 12)).collect();
         format!("{vms}\n{}", warnings(&self.host))
     }
 
