@@ -23,7 +23,8 @@ pub fn open(progress: &Progress) -> Result<PathBuf> {
         // milliseconds.
         command.args(["install", "mdevctl", "--quiet", "--locked", "--debug"]);
         command.args(["--version", VERSION, "--root"]).arg(folder).arg("--target-dir").arg(target);
-        // Building its manual needs a tool that may be missing. Backtraces would clutter its errors.
+        // Building its manual needs a tool that may be missing. Backtraces would clutter its
+        // errors.
         command.env("RST2MAN", "true").stdin(Stdio::null());
         for name in ["CARGO_ENCODED_RUSTFLAGS", "RUSTFLAGS", "CARGO_TARGET_DIR"] {
             command.env_remove(name);
