@@ -7,9 +7,9 @@ use std::os::fd::OwnedFd;
 
 use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
-use mdev_core::device::{Descriptor, FunctionSpec, RunningFunction, VirtualFunction};
+use mdev_core::device::{Descriptor, FunctionSpec, JournaledFunction, VirtualFunction};
 use mdev_core::ids::{GuestPa, MemoryId, VgpuId};
-use mdev_core::mem::{DmaAccess, RunningMap, RunningMemory, RunningPart};
+use mdev_core::mem::{DmaAccess, JournaledMap, JournaledMemory, JournaledPart};
 use mdev_core::testing::{Recorder, guest_ram};
 use nix::sys::eventfd::EventFd;
 
@@ -38,7 +38,7 @@ fn state(input: &mut Input<'_>) -> Vec<u8> {
     let both = DmaAccess::READ | DmaAccess::WRITE;
     function.dma_map(GuestPa(0), RAM, both, Some((fd, 0))).expect("maps");
     access(&mut function, input, 4);
-    let mut state = postcard::to_stdvec(&function.running()).expect("memory");
+    let mut state = postcard::to_stdvec(&function.journaled()).expect("memory");
     for _ in 0..input.byte() % 16 {
         let at = input.u32() as usize % state.len();
         state[at] = input.byte();
@@ -71,16 +71,16 @@ fn access(function: &mut VirtualFunction, input: &mut Input<'_>, limit: usize) {
 fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
     let state = state(&mut input);
-    let Ok(state) = postcard::from_bytes::<RunningFunction<'_>>(&state) else { return };
+    let Ok(state) = postcard::from_bytes::<JournaledFunction<'_>>(&state) else { return };
     let (client, record) = Recorder::new();
     let mut function = VirtualFunction::new(&spec(), client).expect("a function");
-    let maps: Vec<RunningMap> = (0..input.byte() % 6)
+    let maps: Vec<JournaledMap> = (0..input.byte() % 6)
         .map(|number| {
             let size = input.number();
             let imported = input.byte() & 1 == 1;
             // The GPU knows the imports that the worker before has made.
             record.lock().expect("no panic").imports.insert(number.into(), size);
-            RunningMap {
+            JournaledMap {
                 address: GuestPa(input.number()),
                 size,
                 access: DmaAccess::from_bits_truncate(input.byte().into()),
@@ -89,11 +89,11 @@ fuzz_target!(|data: &[u8]| {
             }
         })
         .collect();
-    let parts: Vec<RunningPart> = (8..8 + input.byte() % 6)
+    let parts: Vec<JournaledPart> = (8..8 + input.byte() % 6)
         .map(|number| {
             let (address, len) = (GuestPa(input.number()), input.number());
             record.lock().expect("no panic").imports.insert(number.into(), len);
-            RunningPart { address, len, import: MemoryId(number.into()) }
+            JournaledPart { address, len, import: MemoryId(number.into()) }
         })
         .collect();
     let has_files = input.byte();
@@ -101,7 +101,7 @@ fuzz_target!(|data: &[u8]| {
         Descriptor::Memory(_) => (has_files & 7 != 0).then(|| guest_ram(RAM).1),
         Descriptor::Event(_) => EventFd::new().ok().map(OwnedFd::from),
     };
-    if function.resume_running(&state, &RunningMemory { maps, parts }, take).is_err() {
+    if function.adopt(&state, &JournaledMemory { maps, parts }, take).is_err() {
         return;
     }
     function.answer_later();
@@ -110,7 +110,7 @@ fuzz_target!(|data: &[u8]| {
     } else {
         function.drop_answer();
     }
-    let _ = postcard::to_stdvec(&function.running()).expect("memory");
+    let _ = postcard::to_stdvec(&function.journaled()).expect("memory");
     access(&mut function, &mut input, 64);
     function.write_answer();
     function.reset();

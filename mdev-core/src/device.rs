@@ -13,7 +13,7 @@
 //! | `display`, `edid` | BAR 2: the Bochs display adapter and its monitor |
 //! | `window` | trapped accesses to BARs that are normally mapped |
 //! | `state` | saved registers |
-//! | `running` | state from which another process continues |
+//! | `journal` | state in a journal, from which another process adopts the function |
 //! | `saved` | saved vGPU: registers, address spaces, channels |
 //! | `handover` | another process of the VM attaches |
 //! | `written` | guest memory that the vGPU writes |
@@ -29,10 +29,10 @@ mod function;
 mod handover;
 mod identity;
 mod interrupts;
+mod journal;
 mod mailbox;
 mod queue;
 mod region;
-mod running;
 mod saved;
 mod saved_stream;
 mod state;
@@ -45,9 +45,9 @@ pub use crate::gpu::Scanout;
 use crate::ids::VgpuId;
 pub use function::VirtualFunction;
 pub use handover::Handover;
+pub use journal::{Descriptor, JournaledFunction};
 pub use queue::ControlQueue;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
-pub use running::{Descriptor, RunningFunction};
 pub use saved::{ConfigWrite, RestoreError, SaveError, SavedImport, SavedMemory, SavedVgpu};
 pub use saved_stream::{Incoming, IncomingError, Outgoing};
 pub use state::{SavedFunction, StateError};

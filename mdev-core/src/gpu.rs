@@ -25,12 +25,12 @@ pub use channel::{
     Placement, Preamble,
 };
 pub use client::{
-    Aperture, Apertures, Backing, CREATED_VA_END, Client, DoorbellWatch, GuestRam, KeptDescriptor,
-    MapRequest, Pending, StagedCopy, WrittenPages,
+    AnchoredDescriptor, Aperture, Apertures, Backing, CREATED_VA_END, Client, DoorbellWatch,
+    GuestRam, MapRequest, Pending, StagedCopy, WrittenPages,
 };
 pub use error::GpuError;
 pub use exception::{ErrorStates, Exception};
-pub use facets::{Continuation, Programs, Saving};
+pub use facets::{Adoption, Programs, Saving};
 pub use handle::{ClientHandle, SharedClient};
 pub use parent::{Admission, ClientSpec, Gpu};
 pub use saved::{SavedChannel, SavedClient};

@@ -2,14 +2,14 @@
 
 mod advice;
 mod imports;
+mod journal;
 mod map;
-mod running;
 mod shared;
 mod written;
 
 pub use advice::ImportLimits;
+pub use journal::{JournaledMap, JournaledMemory, JournaledPart};
 use map::{Map, SharedRegion};
-pub use running::{RunningMap, RunningMemory, RunningPart};
 pub use shared::SharedGuestMemory;
 pub use written::NotRecorded;
 use written::WriteLog;

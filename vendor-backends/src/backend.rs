@@ -1,8 +1,7 @@
 //! The trait that every backend implements, and the list of backends.
 //!
-//! A backend registers itself by one line in [`BACKENDS`], and a front end in [`FRONT_END`]. The daemon's `--parent`, its GPU
-//! processes and workers, `vgpuctl doctor`, `vgpuctl parents`, AppArmor's rules and the systemd
-//! unit work from that list.
+//! A backend registers itself by one line in [`BACKENDS`], and a front end for CUDA programs in
+//! [`FRONT_END`]. The daemon's `--parent`, its GPU processes and its workers work from these.
 
 use std::error::Error;
 use std::fmt;
@@ -77,21 +76,21 @@ pub trait Backend: fmt::Debug + Sync {
         Ok(Box::new(MediatedClient::open(connection)?))
     }
 
-    /// Continues with the client of a worker that has ended, from its
-    /// [`Continuation::position`](mdev_core::gpu::Continuation::position). `kept` returns what it
-    /// kept by [`take_kept`](mdev_core::gpu::Continuation::take_kept).
+    /// Adopts the client of a worker that has ended, from its
+    /// [`Adoption::position`](mdev_core::gpu::Adoption::position). `kept` returns what it
+    /// kept by [`take_descriptors`](mdev_core::gpu::Adoption::take_descriptors).
     ///
     /// # Errors
     ///
     /// Fails if the backend cannot do this, or the GPU does not answer as expected.
-    fn resume_client(
+    fn adopt_client(
         &self,
         connection: OwnedFd,
         position: u64,
         kept: &mut dyn FnMut(u64) -> Option<OwnedFd>,
     ) -> Result<Box<dyn Client>, GpuError> {
         let _ = kept;
-        Ok(Box::new(MediatedClient::resume(connection, position)?))
+        Ok(Box::new(MediatedClient::adopt(connection, position)?))
     }
 
     /// Returns the files that a worker opens at its start, beyond its own program's.
@@ -226,7 +225,7 @@ impl Registry {
         let backend = self.iter().find(|backend| backend.admission() == admission)?;
         Some(match position {
             None => backend.open_client(connection),
-            Some(position) => backend.resume_client(connection, position, kept),
+            Some(position) => backend.adopt_client(connection, position, kept),
         })
     }
 

@@ -17,7 +17,7 @@ use ipc::seqpacket::{decode, encode};
 use mdev_core::abi::queue::{completion, node};
 use mdev_core::gpu::{Client, ClientSpec, Pending};
 use mdev_core::ids::{GuestPa, Token, VgpuId};
-use mdev_core::mem::{RunningMemory, SharedGuestMemory};
+use mdev_core::mem::{JournaledMemory, SharedGuestMemory};
 use mdev_core::testing::queue_driver::{Bus, QueueDriver, SLOTS};
 use mdev_core::testing::shared_ram;
 use mdev_core::units::{MIB, PAGE_SIZE};
@@ -39,7 +39,7 @@ const VRAM: u64 = 64 * MIB;
 #[derive(Debug, Default)]
 struct Journal {
     position: u64,
-    memory: RunningMemory,
+    memory: JournaledMemory,
     queue: Vec<u8>,
     changes: Vec<Vec<u8>>,
 }
@@ -100,24 +100,24 @@ impl Worker {
     fn record(&mut self, journal: &mut Journal) {
         journal.changes.extend(self.queue.take_changes());
         journal.queue = encode(&self.queue.state()).unwrap();
-        journal.position = self.client.continuation().unwrap().position().unwrap();
-        journal.memory = self.memory.lock().running();
-        self.client.continuation().unwrap().record();
+        journal.position = self.client.adoption().unwrap().position().unwrap();
+        journal.memory = self.memory.lock().journaled();
+        self.client.adoption().unwrap().record();
     }
 }
 
 impl Device {
     /// Starts the next worker, which continues.
-    fn resume(&mut self) -> Worker {
+    fn adopt(&mut self) -> Worker {
         if self.deaths > 0
             && let Some(steps) = self.next_ends.pop()
         {
             self.steps.end_after(steps);
         }
         let Journal { position, memory: recorded, queue, changes } = &self.journal;
-        let client = EndingClient::resume(&self.connection, &self.steps, *position);
+        let client = EndingClient::adopt(&self.connection, &self.steps, *position);
         let memory = SharedGuestMemory::default();
-        memory.lock().resume(recorded, |_| Some(self.ram.try_clone().unwrap().into()));
+        memory.lock().adopt(recorded, |_| Some(self.ram.try_clone().unwrap().into()));
         let state: QueueState = decode(queue).unwrap();
         let queue = ControlQueue::adopt(new_front_end(), changes, state, memory.clone());
         Worker { queue: queue.unwrap(), client, memory, repeats: true }
@@ -140,7 +140,7 @@ impl Device {
                     self.deaths += 1;
                 }
                 None => {
-                    if let Ok(worker) = catch_unwind(AssertUnwindSafe(|| self.resume())) {
+                    if let Ok(worker) = catch_unwind(AssertUnwindSafe(|| self.adopt())) {
                         self.worker = Some(worker);
                     } else {
                         self.deaths += 1;
@@ -232,7 +232,7 @@ fn run(ends: &[u64]) -> (Outcome, u64, u64) {
         let system = program.alloc(&mut driver, 0x10, 0x40, 0x3e, &memory_params(len, 0));
         let va = 0x7000_0000_0000 + u64::from(round) * MIB;
         mapped.push(program.map_for_gpu(&mut driver, system.unwrap(), va, len));
-        // What is mapped already is refused, also by a worker that continues.
+        // What is mapped already is refused, also by the adopting worker.
         mapped.push(program.map_for_gpu(&mut driver, 0x40, va, len));
         let video = program.alloc(&mut driver, 0x10, 0x41, 0x40, &memory_params(2 * MIB, 0));
         mapped.push(program.map_for_gpu(&mut driver, video.unwrap(), va + 16 * MIB, 2 * MIB));

@@ -179,7 +179,7 @@ impl<R: Copy + PartialEq + fmt::Debug> Bank<R> {
         }
     }
 
-    /// Returns the contents up to the last register, for a process that continues with the device.
+    /// Returns the contents up to the last register, for the process that adopts the device.
     pub fn image(&self) -> &[u8] {
         let end = self.rows.last().map_or(0, Row::end);
         &self.image[..end as usize]

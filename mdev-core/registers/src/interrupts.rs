@@ -1,6 +1,6 @@
 //! Interrupts: INTx and MSI, delivered by eventfd.
 
-mod running;
+mod journal;
 
 use std::io;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use foreign_fds::eventfd::{self, Signaller};
 
-pub use running::{InterruptState, IrqEvent};
+pub use journal::{InterruptState, IrqEvent};
 
 /// Line of INTx at the [`Signaller`]; MSI vectors have the lines after it.
 const INTX_LINE: usize = 0;

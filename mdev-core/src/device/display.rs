@@ -3,7 +3,7 @@
 //! The guest's in-tree driver programs them (`bochs-drm` on Linux). As in DISPI, an invalid value
 //! leaves the register unchanged, and a driver can read the register back.
 
-use super::running::RunningDisplay;
+use super::journal::JournaledDisplay;
 use super::{DisplayLimits, Scanout, edid};
 use crate::units::{KIB, MIB};
 use pci_registers::{Bank, BankState, RestoreError, Row, Width, Write};
@@ -97,18 +97,18 @@ impl Display {
         Self { bank, limits, framebuffer, attribute_data: false, retrace: 0 }
     }
 
-    /// Returns the state for a process that continues.
-    pub fn running(&self) -> RunningDisplay<'_> {
+    /// Returns the state for the adopting process.
+    pub fn journaled(&self) -> JournaledDisplay<'_> {
         let Self { bank, attribute_data, retrace, .. } = self;
-        RunningDisplay {
+        JournaledDisplay {
             registers: bank.image().into(),
             attribute_data: *attribute_data,
             retrace: *retrace,
         }
     }
 
-    /// Continues in a state of another process.
-    pub fn resume(&mut self, state: &RunningDisplay<'_>) {
+    /// Adopts a state of another process.
+    pub fn adopt(&mut self, state: &JournaledDisplay<'_>) {
         self.bank.set_image(&state.registers);
         self.attribute_data = state.attribute_data;
         self.retrace = state.retrace;

@@ -47,7 +47,10 @@ impl VirtualFunction {
     /// Gives the vGPU to the process that has attached meanwhile. The vGPU is paused on success,
     /// and reset on an error. Returns the writes to configuration space that the process must learn
     /// of.
-    pub fn adopt(&mut self, handover: &Handover) -> Result<Vec<ConfigWrite>, RestoreError> {
+    pub fn finish_handover(
+        &mut self,
+        handover: &Handover,
+    ) -> Result<Vec<ConfigWrite>, RestoreError> {
         self.reset();
         self.restore_checked(&handover.saved)?;
         Ok(self.config_writes())

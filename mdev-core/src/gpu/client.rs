@@ -13,7 +13,7 @@ use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use super::screen::Scanout;
 use super::{
-    ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, Continuation, GpuDescription, GpuError,
+    Adoption, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, GpuError,
     Programs, Saving, Usage,
 };
 use crate::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
@@ -178,9 +178,9 @@ bitflags! {
     }
 }
 
-/// Descriptor that a client needs in a process that continues with it.
+/// Descriptor that a client needs in the process that adopts it.
 #[derive(Debug)]
-pub struct KeptDescriptor {
+pub struct AnchoredDescriptor {
     /// Number of the client's own choice, below 2^56.
     pub number: u64,
     /// The descriptor, or `None` if the one with this number is not needed any more. A memory file,
@@ -224,7 +224,7 @@ pub struct StagedCopy {
 /// A worker's handle of one vGPU on a GPU: a partition, address spaces, and channels.
 ///
 /// What not every GPU can do is in traits of its own, which a client returns if it has them:
-/// [`Programs`], [`Saving`] and [`Continuation`].
+/// [`Programs`], [`Saving`] and [`Adoption`].
 pub trait Client: Send + fmt::Debug {
     /// Returns what a GPU does for CUDA programs beyond channels and address spaces, if its
     /// hardware runs their kernels.
@@ -237,8 +237,8 @@ pub trait Client: Send + fmt::Debug {
         None
     }
 
-    /// Returns the means by which another process continues with the client, if one can.
-    fn continuation(&mut self) -> Option<&mut dyn Continuation> {
+    /// Returns the means by which another process adopts the client, if one can.
+    fn adoption(&mut self) -> Option<&mut dyn Adoption> {
         None
     }
 

@@ -2,7 +2,7 @@
 
 #[cfg(doc)]
 use super::Pending;
-use super::client::{Aperture, Client, KeptDescriptor, StagedCopy, WrittenPages};
+use super::client::{AnchoredDescriptor, Aperture, Client, StagedCopy, WrittenPages};
 use super::{ErrorStates, Exception, GpuError, SavedChannel, SavedClient};
 use crate::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 
@@ -131,19 +131,20 @@ pub trait Saving {
     fn restore_channel(&mut self, channel: &SavedChannel) -> Result<(), GpuError>;
 }
 
-/// Means by which another process continues with a client when its own has died.
-pub trait Continuation {
+/// Means by which another process adopts a client when its own has died.
+pub trait Adoption {
     /// Returns the position in the sequence of this client's requests from which another process
     /// can continue, or `None` if none can.
     fn position(&mut self) -> Option<u64>;
 
-    /// Returns what is to be kept for a process that continues, or not any more, since the last
+    /// Returns what is to be kept for the adopting process, or not any more, since the last
     /// call. The caller passes descriptors on before it records the [`Self::position`] of a later
     /// call, and drops them after that.
-    fn take_kept(&mut self) -> Vec<KeptDescriptor>;
+    fn take_descriptors(&mut self) -> Vec<AnchoredDescriptor>;
 
     /// Notes that the caller's state includes the effects of all requests so far, and the
-    /// conditions that [`Client::take_pending`] returned. A process that continues from an earlier
+    /// conditions that [`Client::take_pending`] returned. A process that adopts the client
+    /// from an earlier
     /// [`Self::position`] gets the replies again that came after it.
     fn record(&mut self);
 }

@@ -92,7 +92,7 @@ impl GuestMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mem::RunningPart;
+    use crate::mem::JournaledPart;
     use crate::testing::{Recorder, guest_ram, shared_ram};
     use crate::units::MIB;
 
@@ -133,21 +133,22 @@ mod tests {
         assert!(matches!(third, Err(GpuError::Limit(_))), "{third:?}");
 
         // Another process continues with the same imports.
-        let running = memory.running();
-        assert_eq!((running.maps[0].import, running.parts.len()), (None, 3));
+        let journaled = memory.journaled();
+        assert_eq!((journaled.maps[0].import, journaled.parts.len()), (None, 3));
         let mut next = GuestMemory::default();
         let file = |_| Some(guest_ram(200 * MIB).1);
-        next.resume(&running, file);
-        assert_eq!(next.running(), running);
+        next.adopt(&journaled, file);
+        assert_eq!(next.journaled(), journaled);
         assert_eq!(next.import(&mut *client, GuestPa(60 * MIB), 8 * MIB, RW).unwrap(), found);
         assert_eq!(record.lock().unwrap().calls.len(), 3);
-        let overlapping = RunningPart { address: GuestPa(3 * MIB), len: MIB, import: MemoryId(77) };
-        let mut damaged = running.clone();
+        let overlapping =
+            JournaledPart { address: GuestPa(3 * MIB), len: MIB, import: MemoryId(77) };
+        let mut damaged = journaled.clone();
         damaged.parts.insert(1, overlapping);
-        damaged.parts.push(RunningPart { address: GuestPa(300 * MIB), ..overlapping });
+        damaged.parts.push(JournaledPart { address: GuestPa(300 * MIB), ..overlapping });
         let mut next = GuestMemory::default();
-        next.resume(&damaged, file);
-        assert_eq!(next.running(), running, "parts that no worker makes are left out");
+        next.adopt(&damaged, file);
+        assert_eq!(next.journaled(), journaled, "parts that no worker makes are left out");
         assert!(next.unmap(&mut *client, GuestPa(0), 200 * MIB).is_ok());
         assert!(record.lock().unwrap().imports.is_empty());
     }

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use system_tests::vgpuctl::{refused, vgpuctl};
 use system_tests::{Vgpud, is_alive, wait_for};
 use vendor_backends::mediator::wire::{AdminReply, AdminRequest, OLDEST, Refusal};
-use vgpud::worker::journal::kept::{Key, Message};
+use vgpud::worker::journal::descriptors::{Key, Message};
 
 /// Answers every connection at a socket in place of another process. `None` hangs up.
 fn answer_at(path: &Path, answer: Option<Vec<u8>>) {

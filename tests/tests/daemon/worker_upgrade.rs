@@ -20,7 +20,7 @@ use system_tests::vgpuctl::vgpuctl_json;
 use system_tests::worker_deaths::worker;
 use system_tests::{Vgpud, is_alive, kill_process, wait_for};
 use vgpud::service::upgrading::program_in_memory;
-use vgpud::worker::journal::kept::{Key, Message};
+use vgpud::worker::journal::descriptors::{Key, Message};
 use vgpud::worker_client::pass_program;
 
 use crate::replacement::{wake, wake_until};

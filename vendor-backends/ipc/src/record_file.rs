@@ -1,4 +1,4 @@
-//! Records by which a process continues the work of one that died.
+//! Records by which a process adopts the work of one that died.
 //!
 //! The file has one writer, and outlives it. A record has two slots: a new one is written to the
 //! slot that is not in force, and one store of its number to a word of the file, or to another

@@ -23,16 +23,16 @@ use crate::version::Layout;
 pub const FIRST_HANDLE: u32 = 0x5e55_0001;
 
 /// Number of the file for exceptions. The driver knows a client's files for events by such numbers,
-/// and does not look them up among the caller's descriptors: a process that continues has others.
+/// and does not look them up among the caller's descriptors: an adopting process has others.
 pub const EXCEPTION_FILE: u32 = 1 << 30;
 
-/// Record of the handles of a client, for a process that continues with the client.
+/// Record of the handles of a client, for the process that adopts the client.
 pub trait HandleRecord: Send + Sync {
     /// Notes that an object is about to be made with a handle.
     fn note_handle(&self, handle: u32);
 }
 
-/// What a process needs to continue with the client of another one.
+/// What a process needs to adopt the client of another one.
 #[derive(Debug)]
 pub struct AdoptedClient {
     /// Open file of the driver that the client belongs to.
@@ -100,7 +100,7 @@ impl RmClient {
         }))
     }
 
-    /// Continues with the client of a process that has ended, by its open files. Until
+    /// Adopts the client of a process that has ended, by its open files. Until
     /// [`Self::own`] is called, drops free nothing: a process that cannot continue leaves the
     /// client to another one.
     pub fn adopt(rm: Arc<dyn Rm>, layout: Layout, client: AdoptedClient) -> Arc<Self> {

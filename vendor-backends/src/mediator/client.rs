@@ -10,9 +10,9 @@ use ipc::seqpacket::SeqPacket;
 use mdev_core::abi::doorbell;
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
-    Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    Continuation, GpuCapabilities, GpuDescription, GpuError, GuestRam, KeptDescriptor, MapRequest,
-    Pending, SavedChannel, SavedClient, Saving, Usage, WrittenPages,
+    Adoption, AnchoredDescriptor, Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus,
+    Client, ClientSpec, GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending,
+    SavedChannel, SavedClient, Saving, Usage, WrittenPages,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -47,10 +47,10 @@ impl MediatedClient {
         Self::greet(fd, 0, false)
     }
 
-    /// Continues with the client of a process that has ended. `position` is what
-    /// [`Continuation::position`] returned when the state was recorded from which the caller
+    /// Adopts the client of a process that has ended. `position` is what
+    /// [`Adoption::position`] returned when the state was recorded from which the caller
     /// continues.
-    pub fn resume(fd: OwnedFd, position: u64) -> Result<Self, GpuError> {
+    pub fn adopt(fd: OwnedFd, position: u64) -> Result<Self, GpuError> {
         let mut client = Self::greet(fd, position, true)?;
         // What was taken, and not recorded, is pending again.
         let taken = client.status.swap_u32(wire::STATUS_TAKEN as u64, 0).unwrap_or_default();
@@ -58,9 +58,9 @@ impl MediatedClient {
         Ok(client)
     }
 
-    fn greet(fd: OwnedFd, position: u64, continues: bool) -> Result<Self, GpuError> {
+    fn greet(fd: OwnedFd, position: u64, adopts: bool) -> Result<Self, GpuError> {
         let mut connection = Connection::numbered_from(SeqPacket::from(fd), position)?;
-        let hello = ClientRequest::Hello { version: wire::VERSION, continues };
+        let hello = ClientRequest::Hello { version: wire::VERSION, adopts };
         let (reply, mut fds) = connection.request_anew(&hello)?;
         let (gpu, spec, vram_offset) = match reply {
             ClientReply::Hello { version, gpu, spec, vram_offset } if wire::is_spoken(version) => {
@@ -151,7 +151,7 @@ impl Client for MediatedClient {
         Some(self)
     }
 
-    fn continuation(&mut self) -> Option<&mut dyn Continuation> {
+    fn adoption(&mut self) -> Option<&mut dyn Adoption> {
         Some(self)
     }
 
@@ -246,7 +246,7 @@ impl Client for MediatedClient {
         // Read the counter first: bits that are set afterwards make it readable again.
         let _ = self.changed.read(&mut [0; 8]);
         let (pending, taken) = (wire::STATUS_PENDING as u64, wire::STATUS_TAKEN as u64);
-        // In this order a process that continues finds each condition in one of the words.
+        // In this order an adopting process finds each condition in one of the words.
         let bits = self.status.load_u32(pending).unwrap_or_default();
         if bits != 0 {
             self.status.or_u32(taken, bits);
@@ -346,12 +346,12 @@ impl Saving for MediatedClient {
     }
 }
 
-impl Continuation for MediatedClient {
+impl Adoption for MediatedClient {
     fn position(&mut self) -> Option<u64> {
         self.connection.last_number()
     }
 
-    fn take_kept(&mut self) -> Vec<KeptDescriptor> {
+    fn take_descriptors(&mut self) -> Vec<AnchoredDescriptor> {
         // The GPU process has all that is needed.
         Vec::new()
     }

@@ -37,7 +37,7 @@ pub const MAX_WAITS: usize = 64;
 
 /// Request of a worker with its number, or the reply to it.
 ///
-/// A worker that continues the work of one that ended repeats requests of which it does not know
+/// A worker that adopts the work of one that ended repeats requests of which it does not know
 /// the reply. The GPU process carries out each number once, and repeats its reply.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Numbered<T> {

@@ -2,7 +2,7 @@
 //!
 //! * `idle_check`, `wait_check`: checks of what the rings may hide
 //! * `long_kernel`: detection of long kernels of programs
-//! * `live`: the record of it, for a process that continues
+//! * `live`: the record of it, for the adopting process
 
 mod idle_check;
 mod live;
@@ -118,9 +118,9 @@ struct Conditions {
 }
 
 impl Activity {
-    /// Continues with the activity of an earlier process. What was in progress has gone on since
+    /// Adopts the activity of an earlier process. What was in progress has gone on since
     /// then.
-    pub(super) fn continued(live: &LiveAccounting) -> Self {
+    pub(super) fn adopted(live: &LiveAccounting) -> Self {
         let since = live.at.map(|at| at.instant().elapsed().min(MAX_GAP)).unwrap_or_default();
         let gap = |was: bool| if was { since } else { Duration::ZERO };
         let mut activity = Self {
@@ -133,7 +133,7 @@ impl Activity {
         activity
     }
 
-    /// Returns what a process that continues needs.
+    /// Returns what an adopting process needs.
     pub(super) fn live(&self) -> LiveAccounting {
         LiveAccounting {
             at: Some(Moment::now()),

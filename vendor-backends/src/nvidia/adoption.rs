@@ -1,4 +1,4 @@
-//! Continuing with the client of a worker that has ended.
+//! Adoption of the client of a worker that has ended.
 //!
 //! The driver ties a client to its open files. While another process, the worker's anchor, has
 //! these files, the client lives on with its channels, which the GPU executes. The next worker gets
@@ -9,7 +9,7 @@
 //! * [`journal`]: the file with the records
 //! * [`state`]: objects, memory and channels, recorded with the worker's own state
 //! * [`moment`]: times in records
-//! * [`kept`]: numbers of the kept descriptors
+//! * [`descriptors`]: numbers of the kept descriptors
 //!
 //! What changes by itself, such as gates and engine time, is recorded when it changes, by its owner
 //! ([`super::channels::LiveChannels`], [`super::activity::LiveAccounting`]).
@@ -17,8 +17,8 @@
 //! A worker can end between two driver calls. Handles are numbers of the client's own choice, so
 //! the next worker repeats the request with the same handles ([`nvidia_rm::rm_client::RmClient`]).
 
+pub mod descriptors;
 pub mod journal;
-pub mod kept;
 pub mod moment;
 pub mod state;
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use mdev_core::gpu::{Client, Gpu, GpuError};
 use nvidia_rm::KernelDriver;
 
-use super::adoption::kept::Kept;
+use super::adoption::descriptors::Descriptors;
 use super::{BACKEND, NvidiaClient, NvidiaGpu, Options};
 use crate::backend::{Backend, BoxError, OpenGpu, Opener, Parent, WorkerFiles};
 
@@ -61,14 +61,14 @@ impl Backend for NvidiaBackend {
         Ok(Box::new(NvidiaClient::open(Arc::new(KernelDriver), connection)?))
     }
 
-    fn resume_client(
+    fn adopt_client(
         &self,
         connection: OwnedFd,
         position: u64,
         kept: &mut dyn FnMut(u64) -> Option<OwnedFd>,
     ) -> Result<Box<dyn Client>, GpuError> {
         let rm = Arc::new(KernelDriver);
-        Ok(Box::new(NvidiaClient::adopt(rm, connection, position, Kept(kept))?))
+        Ok(Box::new(NvidiaClient::adopt(rm, connection, position, Descriptors(kept))?))
     }
 
     fn worker_files(&self) -> WorkerFiles {

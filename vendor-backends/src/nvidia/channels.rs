@@ -4,8 +4,8 @@
 //! slice. In return, a fault of one channel makes the GPU tear down the whole group. CUDA programs
 //! make groups of their own.
 
+mod adoption;
 mod channel;
-mod continued;
 mod create;
 mod exceptions;
 mod live;
@@ -28,16 +28,16 @@ use nvidia_rm::abi;
 use nvidia_rm::numbers::{control, engine};
 use nvidia_rm::rm_client::Object;
 
+use self::adoption::LeftOver;
+pub use self::adoption::Recorded;
 use self::channel::Channel;
-use self::continued::LeftOver;
-pub use self::continued::Recorded;
 pub use self::live::{Counters, LiveChannel, LiveChannels};
 pub use self::pause::{Pause, Resumption};
 pub use self::restore::{Lookup, Origin, Replaced};
 pub use self::teardown::{Running, Teardown};
 use self::teardown_rate::TeardownRate;
+use super::adoption::descriptors;
 use super::adoption::journal::Journal;
-use super::adoption::kept;
 use super::device::Device;
 use super::doorbell_poller::{DoorbellPoller, Registration};
 use super::error_notifier::Notifier;
@@ -113,7 +113,7 @@ pub struct Channels {
     teardowns: [TeardownRate; 2],
     /// What is left of channels that an earlier process was destroying.
     left_over: LeftOver,
-    /// Records for a process that continues.
+    /// Records for the adopting process.
     journal: Arc<Journal>,
     /// Load of the GPU by other vGPUs, as last told.
     pub load: Load,
@@ -132,7 +132,7 @@ pub struct Options {
     pub max_channels: u32,
     /// Event of the driver for exceptions of all channels.
     pub exception_event: Arc<OwnedFd>,
-    /// Records for a process that continues.
+    /// Records for the adopting process.
     pub journal: Arc<Journal>,
 }
 
@@ -145,7 +145,7 @@ impl Channels {
         poller: Option<Arc<DoorbellPoller>>,
         options: Options,
     ) -> Result<Self, GpuError> {
-        let notifier = |index| Notifier::new(&device, kept::notifier(index)).map(Arc::new);
+        let notifier = |index| Notifier::new(&device, descriptors::notifier(index)).map(Arc::new);
         let notifiers = (0..options.max_channels).map(notifier).collect::<Result<_, _>>()?;
         let channels = Self::with_notifiers(device, doorbell, poller, options, notifiers);
         channels.record_live(false);

@@ -2,9 +2,9 @@
 //!
 //! * `open`: opening a vGPU
 //! * `saved`: saving and restoring a vGPU
-//! * `continued`: recording a vGPU's state, and continuing with the vGPU of an earlier process
+//! * `adoption`: recording a vGPU's state, and adopting the vGPU of an earlier process
 
-mod continued;
+mod adoption;
 mod open;
 mod saved;
 
@@ -16,18 +16,18 @@ use std::thread::JoinHandle;
 use ipc::mem::SharedMemory;
 use ipc::seqpacket::{SeqPacket, encode};
 use mdev_core::gpu::{
-    Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    Continuation, DoorbellWatch, ErrorStates, Exception, GpuDescription, GpuError, GuestRam,
-    KeptDescriptor, MapRequest, Pending, Programs, SavedChannel, SavedClient, Saving, StagedCopy,
-    Usage, WrittenPages,
+    Adoption, AnchoredDescriptor, Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus,
+    Client, ClientSpec, DoorbellWatch, ErrorStates, Exception, GpuDescription, GpuError, GuestRam,
+    MapRequest, Pending, Programs, SavedChannel, SavedClient, Saving, StagedCopy, Usage,
+    WrittenPages,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use nvidia_rm::rm_client::{AddressSpace, Object};
 
-use self::continued::Position;
+use self::adoption::Position;
 pub(super) use self::open::driver_layout;
 use self::open::{DOORBELL_BYTES, vram_aperture};
-use super::adoption::kept;
+use super::adoption::descriptors;
 use super::adoption::state::FixedObjects;
 use super::channels::Teardown;
 use super::device::Device;
@@ -107,7 +107,7 @@ impl Client for NvidiaClient {
         Some(self)
     }
 
-    fn continuation(&mut self) -> Option<&mut dyn Continuation> {
+    fn adoption(&mut self) -> Option<&mut dyn Adoption> {
         Some(self)
     }
 
@@ -240,8 +240,8 @@ impl Client for NvidiaClient {
         // Refuses what is no eventfd.
         self.state.signals.set_vector(vector, event)?;
         match to_keep {
-            Some(event) => self.device.to_keep.keep(kept::vector(vector), event),
-            None => self.device.to_keep.forget(kept::vector(vector)),
+            Some(event) => self.device.to_keep.keep(descriptors::vector(vector), event),
+            None => self.device.to_keep.forget(descriptors::vector(vector)),
         }
         Ok(())
     }
@@ -275,7 +275,7 @@ impl Client for NvidiaClient {
         self.apertures.vram = vram_aperture(&self.device, &self.grant.gpu, &vram, bytes)?;
         if let (Some(poller), Some(doorbell)) = (&self.state.poller, &mut self.apertures.doorbell) {
             let SharedMemory { fd, mapping } = SharedMemory::new(c"doorbell", DOORBELL_BYTES)?;
-            self.device.to_keep.keep_copy(kept::GUEST_DOORBELL, fd.as_fd())?;
+            self.device.to_keep.keep_copy(descriptors::GUEST_DOORBELL, fd.as_fd())?;
             doorbell.fd = fd;
             poller.set_program_page(mapping);
         }
@@ -288,7 +288,7 @@ impl Client for NvidiaClient {
 
     fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
         self.position.touch();
-        self.device.to_keep.keep_copy(kept::MANAGER, fd.as_fd())?;
+        self.device.to_keep.keep_copy(descriptors::MANAGER, fd.as_fd())?;
         let socket = SeqPacket::from(fd);
         socket.try_send(&encode(&FromWorker::Ready)?, &[])?;
         if let Ok(mut next) = self.state.next_manager.lock() {
@@ -409,12 +409,12 @@ impl Saving for NvidiaClient {
     }
 }
 
-impl Continuation for NvidiaClient {
+impl Adoption for NvidiaClient {
     fn position(&mut self) -> Option<u64> {
         self.recorded_position()
     }
 
-    fn take_kept(&mut self) -> Vec<KeptDescriptor> {
+    fn take_descriptors(&mut self) -> Vec<AnchoredDescriptor> {
         self.device.to_keep.take()
     }
 

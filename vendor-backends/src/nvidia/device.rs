@@ -16,7 +16,7 @@ use nvidia_rm::rm_client::{AddressSpace, AdoptedClient, Object, RmClient};
 use nvidia_rm::version::Layout;
 use zerocopy::IntoBytes;
 
-use super::adoption::kept::ToKeep;
+use super::adoption::descriptors::ToKeep;
 use super::wire::{Card, MAX_CHANNELS};
 
 /// `NV2080_CTRL_CE_CAPS_CE_GRCE`: the copy engine takes turns with the compute engine.
@@ -84,7 +84,7 @@ impl Device {
         Ok(Self { rm_client, device, subdevice, generation, to_keep: ToKeep::default() })
     }
 
-    /// Continues with the client of an earlier process, by the handles of its device and subdevice.
+    /// Adopts the client of an earlier process, by the handles of its device and subdevice.
     pub fn adopt(
         rm: Arc<dyn Rm>,
         layout: Layout,

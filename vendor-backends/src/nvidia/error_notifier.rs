@@ -9,7 +9,7 @@ use nvidia_rm::abi::Notification;
 use nvidia_rm::rm::Node;
 use nvidia_rm::rm_client::Object;
 
-use super::adoption::kept::{self, Kept};
+use super::adoption::descriptors::{self, Descriptors};
 use super::device::Device;
 
 /// Error notifier of a channel: a page of host memory that is not accessible to the guest.
@@ -28,19 +28,19 @@ impl Notifier {
         let memory = device.system_memory(NOTIFIER_BYTES, false)?;
         let rm_client = &device.rm_client;
         let fd = rm_client.aperture(&device.device, &memory, Node::Control, NOTIFIER_BYTES, 0)?;
-        let mapping = kept::map(&fd, NOTIFIER_BYTES, true)?;
+        let mapping = descriptors::map(&fd, NOTIFIER_BYTES, true)?;
         device.to_keep.keep(kept, fd);
         Ok(Self { mapping, memory })
     }
 
-    /// Continues with the notifier of an earlier process.
+    /// Adopts the notifier of an earlier process.
     pub fn adopt(
         device: &Device,
         handle: u32,
         number: u64,
-        files: &mut Kept<'_>,
+        files: &mut Descriptors<'_>,
     ) -> Result<Self, GpuError> {
-        let mapping = kept::map(&files.take(number)?, NOTIFIER_BYTES, true)?;
+        let mapping = descriptors::map(&files.take(number)?, NOTIFIER_BYTES, true)?;
         Ok(Self { mapping, memory: device.rm_client.adopt_object(Some(&device.device), handle) })
     }
 

@@ -48,7 +48,7 @@ impl FaultBackoff {
         (self.faults, self.last_fault)
     }
 
-    /// Continues with the faults of an earlier process.
+    /// Adopts the faults of an earlier process.
     #[must_use]
     pub fn after(self, (faults, last_fault): (u32, Option<Instant>)) -> Self {
         Self { faults, last_fault, ..self }

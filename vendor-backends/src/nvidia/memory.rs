@@ -21,7 +21,7 @@ use nvidia_rm::rm_client::{AddressSpace, Object};
 pub use self::gpu_mappings::GpuMappings;
 pub use self::location::MemoryLocation;
 use super::adoption::DAMAGED;
-use super::adoption::kept::{self, Kept};
+use super::adoption::descriptors::{self, Descriptors};
 use super::adoption::state::{
     AllocationState, ImportState, MAX_IMPORTS, MAX_MAPPINGS, MemoryState, ProgramsState, SpaceState,
 };
@@ -95,13 +95,13 @@ impl Memory {
         }
     }
 
-    /// Continues with the memory of an earlier process.
+    /// Adopts the memory of an earlier process.
     pub fn adopt(
         device: Arc<Device>,
         state: &MemoryState,
         programs: &ProgramsState,
         spec: &ClientSpec,
-        files: &mut Kept<'_>,
+        files: &mut Descriptors<'_>,
     ) -> Result<Self, GpuError> {
         let (vram_bytes, max_import_bytes) = (spec.vram_bytes, spec.max_import_bytes);
         let vram = state.vram.map(|handle| device.adopt_object(handle));
@@ -111,7 +111,7 @@ impl Memory {
             if imported_bytes > max_import_bytes {
                 return Err(DAMAGED);
             }
-            let file = files.take(kept::import(*id))?;
+            let file = files.take(descriptors::import(*id))?;
             let mapping = Mapping::of_guest(&MemoryFile::new(file.as_fd())?, *offset, *len, true);
             foreign_fds::close(file);
             let object = device.adopt_object(*object);
@@ -157,7 +157,7 @@ impl Memory {
         })
     }
 
-    /// Returns the state for a process that continues, and adds what programs have to `programs`.
+    /// Returns the state for the adopting process, and adds what programs have to `programs`.
     /// `None` if there is too much to be recorded.
     pub fn state(&self, programs: &mut ProgramsState) -> Option<MemoryState> {
         let mappings: usize = self.spaces.values().map(GpuMappings::count).sum();
@@ -214,7 +214,7 @@ impl Memory {
         let mapping = Mapping::of_guest(&file, ram.offset, ram.len, true)?;
         let object = self.device.register(&mapping)?;
         let id = self.new_id()?;
-        self.device.to_keep.keep_copy(kept::import(id), ram.fd)?;
+        self.device.to_keep.keep_copy(descriptors::import(id), ram.fd)?;
         self.imported_bytes += ram.len;
         self.imports.insert(id, Import { object, mapping, offset: ram.offset });
         Ok(id)
@@ -284,7 +284,7 @@ impl Memory {
         self.imported_bytes -= import.as_ref().map_or(0, |import| import.mapping.len());
         self.allocated_bytes -= allocation.as_ref().map_or(0, |allocation| allocation.len);
         self.spaces.values_mut().for_each(|space| space.forget_memory(memory));
-        self.device.to_keep.forget(kept::import(memory));
+        self.device.to_keep.forget(descriptors::import(memory));
         // The last references: these unpin or free the pages.
         drop((import, allocation));
         Ok(())

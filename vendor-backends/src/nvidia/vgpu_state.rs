@@ -48,7 +48,7 @@ pub struct VgpuState {
     pub next_manager: Mutex<Option<SeqPacket>>,
     /// Size of imported guest memory, in bytes.
     pub imported_bytes: AtomicU64,
-    /// Records for a process that continues.
+    /// Records for the adopting process.
     pub journal: Arc<Journal>,
 }
 

@@ -15,14 +15,14 @@ use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::userd;
 use mdev_core::gpu::{
-    Backing, Client, ClientSpec, Continuation, EngineKind, Gpu, GpuError, MapRequest, Pending,
+    Adoption, Backing, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest, Pending,
 };
 use mdev_core::ids::{ChannelId, GpuVa};
 use mdev_core::units::{GIB, MIB};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nvidia_rm::fake_rm::{self, FakeProcess, FakeRm};
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::nvidia::adoption::kept::Kept;
+use vendor_backends::nvidia::adoption::descriptors::Descriptors;
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 use super::{DRIVER, OPTIONS, eventually, ram, set_ring, spec};
@@ -55,7 +55,7 @@ impl Anchor {
     pub(super) fn record(&mut self, client: &mut NvidiaClient) {
         let position = client.position();
         if position != self.position {
-            for kept in client.take_kept() {
+            for kept in client.take_descriptors() {
                 match kept.fd {
                     Some(fd) => drop(self.kept.insert(kept.number, fd)),
                     None => drop(self.kept.remove(&kept.number)),
@@ -72,7 +72,8 @@ impl Anchor {
         let mut take = |number| Some(self.kept.get(&number)?.try_clone().unwrap());
         let connection = self.connection.try_clone().unwrap();
         let position = self.position.ok_or(GpuError::NotFound("record"))?;
-        let client = NvidiaClient::adopt(process.clone(), connection, position, Kept(&mut take))?;
+        let client =
+            NvidiaClient::adopt(process.clone(), connection, position, Descriptors(&mut take))?;
         Ok(Worker { process, client })
     }
 

@@ -4,7 +4,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 
 use mdev_core::gpu::{
-    Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec, Continuation,
+    Adoption, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
     GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
@@ -61,9 +61,9 @@ impl EndingClient {
         Self { inner, steps: steps.clone() }
     }
 
-    pub fn resume(connection: &OwnedFd, steps: &Steps, position: u64) -> Self {
+    pub fn adopt(connection: &OwnedFd, steps: &Steps, position: u64) -> Self {
         let connection = connection.try_clone().unwrap();
-        let inner = MediatedClient::resume(connection, position).unwrap();
+        let inner = MediatedClient::adopt(connection, position).unwrap();
         Self { inner, steps: steps.clone() }
     }
 
@@ -76,8 +76,8 @@ impl EndingClient {
 }
 
 impl Client for EndingClient {
-    fn continuation(&mut self) -> Option<&mut dyn Continuation> {
-        self.inner.continuation()
+    fn adoption(&mut self) -> Option<&mut dyn Adoption> {
+        self.inner.adoption()
     }
 
     fn spec(&self) -> &ClientSpec {

@@ -11,7 +11,8 @@
 //!
 //! A connection belongs to one process, carries alternating requests and replies, and begins with
 //! [`Request::Hello`]. Requests after it have numbers, and a reply has its request's; that to the
-//! hello has number 0. A worker that continues after another's death may send the last reply again.
+//! hello has number 0. A worker that adopts the programs of another may send the last reply
+//! again.
 //! A process drops replies with numbers before that of its request. A hello, and the refusal of a
 //! process or of its version, have no number: they are the same in all versions. A process whose
 //! connection ends before any reply connects again, since the worker may have died before it passed

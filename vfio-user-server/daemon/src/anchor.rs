@@ -32,7 +32,7 @@ use vendor_backends::backend::BACKENDS;
 
 use crate::spawn::{self, Limits, Process};
 use crate::worker::journal;
-use crate::worker::journal::kept::{Kept, Key, Message};
+use crate::worker::journal::descriptors::{Descriptors, Key, Message};
 use crate::worker::sandbox;
 use crate::worker::{self, End, WorkerArgs, WorkerFds};
 use vgpud_host::users::Account;
@@ -86,7 +86,7 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
         tried_program: None,
         next_program: None,
         upgrader: None,
-        kept: Kept::default(),
+        kept: Descriptors::default(),
         works_since: None,
     };
     let ended = anchor.serve();
@@ -149,7 +149,7 @@ struct Anchor {
     next_program: Option<OwnedFd>,
     /// Connection of the manager that has passed a program, until that works.
     upgrader: Option<SeqPacket>,
-    kept: Kept,
+    kept: Descriptors,
     /// When the worker began to work.
     works_since: Option<Instant>,
 }

@@ -6,7 +6,7 @@
 //! * `events`: event loop
 //! * `function`: device model as a device of the vfio-user server
 //! * `control`: connections of the manager
-//! * [`journal`]: what a worker that continues needs; `anchored`: continuing
+//! * [`journal`]: what an adopting worker needs; `anchored`: adopting it
 //! * `saving`: saving and restoring, as the manager requests; `migration`: as the VM's monitor does
 //! * `programs`: CUDA programs of the host on the vGPU; `queue_thread`: of the VM
 //! * `front_end_spec`, `doorbell`, `request_budget`: for both
@@ -175,15 +175,15 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
         _ => None,
     };
     if let Some(anchored) = &mut anchored {
-        anchored.resume_function(&mut function)?;
+        anchored.adopt_function(&mut function)?;
         if let Some((records, front_end)) = queue_records {
-            anchored.resume_queue(records, &function, &front_end)?;
+            anchored.adopt_queue(records, &function, &front_end)?;
         }
     }
     let function = Function::new(function, &spec.function.type_name)?;
     let mut worker = Worker::new(spec, function, listener, control, programs)?;
     if let Some(anchored) = anchored {
-        worker.resume(anchored)?;
+        worker.adopt(anchored)?;
     }
     serve(worker)
 }

@@ -12,7 +12,7 @@ use mdev_core::gpu::StagedCopy;
 use vgpud_host::text::one_line;
 
 use crate::spawn;
-use crate::worker::journal::kept::{Key, Message};
+use crate::worker::journal::descriptors::{Key, Message};
 use crate::worker_protocol::{
     MAX_PROCESSES, MemoryRange, OLDEST, Restored, VERSION, WorkerReply, WorkerRequest, WorkerStatus,
 };

@@ -8,12 +8,12 @@
 //! * [`control_queue`]: programs in a VM
 //! * [`guest_memory`]: memory of a VM for its programs
 //! * [`ring_clock`]: time since programs last rang a doorbell page
-//! * [`tracked`]: a map that notes what changes, for journals
+//! * [`change_map`]: a map that notes what changes, for journals
 
+pub mod change_map;
 pub mod control_queue;
 pub mod front_end;
 pub mod guest_memory;
 pub mod ring_clock;
-pub mod tracked;
 
 pub use front_end::FrontEnd;

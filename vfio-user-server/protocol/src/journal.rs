@@ -1,7 +1,7 @@
-//! Sessions that another process continues when theirs has ended.
+//! Sessions that another process adopts when theirs has ended.
 //!
 //! A device with a [`Journal`] keeps its state, and how far its session has come, where it survives
-//! the process. The process that continues has the same socket, in which the message at hand is
+//! the process. The adopting process has the same socket, in which the message at hand is
 //! still: a message leaves the socket some time after its reply, with others. Each message
 //! therefore has its effect once, and the client gets each reply once. A duplicate of a reply
 //! without data is possible, which clients drop.
@@ -35,7 +35,7 @@ pub trait Journal {
 
     /// Records whether another process could continue now. None can while a part of a message is in
     /// this process alone.
-    fn set_continuable(&mut self, continuable: bool);
+    fn set_adoptable(&mut self, adoptable: bool);
 }
 
 /// Limit of the bytes of finished messages in a socket.
@@ -94,7 +94,7 @@ pub enum ReplyPhase {
     Sent,
 }
 
-/// What a process that continues knows of the first message in the socket.
+/// What an adopting process knows of the first message in the socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FirstMessage {
     /// Result, if it is carried out.

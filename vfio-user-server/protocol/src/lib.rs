@@ -7,7 +7,7 @@
 //! * [`pci_function`]: configuration space, BARs and interrupts from tables
 //! * [`dma`], [`irq`], [`migration`], [`transfer`], [`errno`]: types of the trait's methods
 //! * [`session`]: connection of one client
-//! * [`journal`]: sessions that another process continues
+//! * [`journal`]: sessions that another process adopts
 //! * [`busy_poll`]: policy that decides between polling and sleeping
 //! * [`transport`], [`fds`]: messages and file descriptors on a socket
 //! * [`proto`]: codec of the messages

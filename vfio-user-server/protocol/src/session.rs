@@ -4,11 +4,11 @@
 //! [`Session::on_ready`], which never blocks. All calls of a device's methods come from there.
 //!
 //! * `dispatch`: executes requests
-//! * `continued`: progress in a journal, and sessions that continue another process'
+//! * `adoption`: progress in a journal, and sessions that are adopted
 //! * `feature`: device features, migration and DMA logging
 //! * `transfers`: requests of the device to the client
 
-mod continued;
+mod adoption;
 mod dispatch;
 mod feature;
 mod transfers;
@@ -28,7 +28,7 @@ use crate::proto::header::{Header, Kind, MAX_MESSAGE};
 use crate::proto::message::Request;
 use crate::proto::reply::Reply;
 use crate::transport::{BadFraming, Filled, Receiver, ReplyFds, Sender};
-use continued::{InSocket, Progress};
+use adoption::{InSocket, Progress};
 use dispatch::SessionState;
 
 /// Limit of messages per wake-up, for the other sources of the event loop.

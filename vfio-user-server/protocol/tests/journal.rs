@@ -119,8 +119,8 @@ impl Journal for Counter {
         Ok(())
     }
 
-    fn set_continuable(&mut self, continuable: bool) {
-        assert!(continuable, "all messages are there as a whole");
+    fn set_adoptable(&mut self, adoptable: bool) {
+        assert!(adoptable, "all messages are there as a whole");
     }
 }
 
@@ -205,7 +205,7 @@ fn serve(socket: &UnixStream, stored: &Arc<Mutex<Stored>>, dies_at: u32) -> u32 
         let executed = (record.message == finished + 1).then(|| record.result());
         let first = FirstMessage { executed, reply };
         let socket = socket.try_clone().unwrap().into();
-        session = Session::resume(socket, record, finished, first, []).unwrap();
+        session = Session::adopt(socket, record, finished, first, []).unwrap();
     }
     unreachable!("the loop has no end")
 }

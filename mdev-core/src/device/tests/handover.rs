@@ -26,7 +26,7 @@ fn the_new_process_gets_the_vgpu_as_it_was() {
     assert!(guest.record.lock().unwrap().channels.is_empty(), "nothing works meanwhile");
     attach_new_process(&mut guest);
     assert_ne!(guest.function.save(), registers);
-    let writes = guest.function.adopt(&handover).unwrap();
+    let writes = guest.function.finish_handover(&handover).unwrap();
     assert_eq!(writes, guest.function.config_writes());
     assert_eq!(guest.function.save(), registers);
     assert!(guest.record.lock().unwrap().paused, "until it is resumed");
@@ -45,7 +45,7 @@ fn the_old_process_gets_the_vgpu_back() {
     guest.ram.write_all_at(b"the guest's", 0x5000).unwrap();
     let handover = guest.function.begin_handover().unwrap();
     attach_new_process(&mut guest);
-    guest.function.adopt(&handover).unwrap();
+    guest.function.finish_handover(&handover).unwrap();
     // It has ended, after it got the vGPU.
     guest.function.release_client();
     guest.function.abandon_handover(handover).unwrap();

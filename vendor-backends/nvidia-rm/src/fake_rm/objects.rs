@@ -324,7 +324,7 @@ impl Objects {
     }
 
     /// Disables or enables a channel. Each disabling needs one enabling.
-    /// A process that continues cannot know whether the one before has done it.
+    /// An adopting process cannot know whether the one before has done it.
     pub fn disable(
         &mut self,
         client: u32,

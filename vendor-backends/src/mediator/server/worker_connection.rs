@@ -59,7 +59,7 @@ impl WorkerConnection {
     ) -> bool {
         let Numbered { number, recorded, body } = request;
         let answered = match (answered, &body) {
-            (answered, ClientRequest::Hello { continues: false, .. }) => {
+            (answered, ClientRequest::Hello { adopts: false, .. }) => {
                 answered.insert(Answered::default())
             }
             (answered, ClientRequest::Hello { .. }) => answered.get_or_insert_default(),

@@ -21,7 +21,7 @@ pub enum ClientRequest {
         version: u32,
         /// Whether the worker continues the work of one that ended. Otherwise the numbers begin
         /// again at 1.
-        continues: bool,
+        adopts: bool,
     },
     /// Imports the attached file. Reply: [`ClientReply::Imported`].
     Import {

@@ -162,7 +162,7 @@ fn check_client_requests() {
     };
     let saved = SavedChannel { id: ChannelId(7), spec: channel, state: vec![1, 2] };
     let client = [
-        (ClientRequest::Hello { version: 1, continues: true }, "00 01 01"),
+        (ClientRequest::Hello { version: 1, adopts: true }, "00 01 01"),
         (ClientRequest::Import { offset: 0, len: 4096, writable: true }, "01 00 8020 01"),
         (ClientRequest::CreateSpace, "03"),
         (ClientRequest::DestroySpace(SpaceId(2)), "04 02"),

@@ -1,4 +1,4 @@
-//! Record of engine time and activity, for a process that continues.
+//! Record of engine time and activity, for the adopting process.
 
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! File with the records of a client, which outlives its process.
 //!
 //! The state comes into force with the worker's own state, whose record has the state's number
-//! ([`mdev_core::gpu::Continuation::position`]). The other records come into force by one store.
+//! ([`mdev_core::gpu::Adoption::position`]). The other records come into force by one store.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::DAMAGED;
 use crate::nvidia::wire::{self, Grant, MAX_CHANNELS};
 
-/// Limit of recorded mappings in all address spaces. A vGPU with more cannot be continued.
+/// Limit of recorded mappings in all address spaces. A vGPU with more cannot be adopted.
 pub const MAX_MAPPINGS: usize = 131_072;
 /// Limit of recorded imports: each keeps a descriptor.
 pub const MAX_IMPORTS: usize = 1024;

@@ -64,7 +64,7 @@ impl ExceptionWatch {
         })
     }
 
-    /// Continues with the watch of an earlier process.
+    /// Adopts the watch of an earlier process.
     pub(super) fn adopt(
         device: &Device,
         debugger: u32,

@@ -14,10 +14,10 @@ use nvidia_rm::rm::Rm;
 use nvidia_rm::rm_client::Object;
 use nvidia_rm::version::Layout;
 
-use super::continued::Position;
+use super::adoption::Position;
 use super::{NvidiaClient, ThreadInputs};
+use crate::nvidia::adoption::descriptors;
 use crate::nvidia::adoption::journal::Journal;
-use crate::nvidia::adoption::kept;
 use crate::nvidia::adoption::state::FixedObjects;
 use crate::nvidia::channels::{self, Channels};
 use crate::nvidia::device::Device;
@@ -61,9 +61,9 @@ impl Doorbells {
             (fd, Some(mapping))
         };
         let own_file = aperture()?;
-        let own = kept::map(&own_file, bytes, true)?;
-        device.to_keep.keep(kept::DOORBELL, own_file);
-        device.to_keep.keep_copy(kept::GUEST_DOORBELL, guest.as_fd())?;
+        let own = descriptors::map(&own_file, bytes, true)?;
+        device.to_keep.keep(descriptors::DOORBELL, own_file);
+        device.to_keep.keep_copy(descriptors::GUEST_DOORBELL, guest.as_fd())?;
         Ok(Self { usermode, guest, watched, own })
     }
 }
@@ -178,13 +178,13 @@ fn keep_files(device: &Device, journal: OwnedFd, events: &Events) -> std::io::Re
     let to_keep = &device.to_keep;
     let [control, gpu] = device.rm_client.files();
     let Events { fault, interrupt, exception, .. } = events;
-    to_keep.keep(kept::JOURNAL, journal);
+    to_keep.keep(descriptors::JOURNAL, journal);
     for (number, fd) in [
-        (kept::CONTROL, control),
-        (kept::GPU, gpu),
-        (kept::FAULT_EVENT, fault.as_fd()),
-        (kept::INTERRUPT_EVENT, interrupt.as_fd()),
-        (kept::EXCEPTION_EVENT, exception.as_fd()),
+        (descriptors::CONTROL, control),
+        (descriptors::GPU, gpu),
+        (descriptors::FAULT_EVENT, fault.as_fd()),
+        (descriptors::INTERRUPT_EVENT, interrupt.as_fd()),
+        (descriptors::EXCEPTION_EVENT, exception.as_fd()),
     ] {
         to_keep.keep_copy(number, fd)?;
     }

@@ -73,7 +73,7 @@ impl FileMemory {
         parts.map(|Part { start, len, import, .. }| FilePart(*start, *len, *import)).collect()
     }
 
-    /// Continues with the memory of another process. `None` if it cannot be.
+    /// Adopts the memory of another process. `None` if it cannot be.
     pub fn adopt(file: OwnedFd, parts: &[FilePart]) -> Option<Self> {
         let mut memory = Self::of_program(file, parts.iter().map(|part| (part.0, part.1)))?;
         // Neighbours were joined then.

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use cuda_socket::{FileId, Node};
 use mdev_core::ids::SpaceId;
 use nix::errno::Errno;
+use programs::change_map::ChangeMap;
 use programs::front_end::StoreId;
-use programs::tracked::Tracked;
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
@@ -39,7 +39,7 @@ pub struct UvmFile {
 }
 
 /// Ranges of files of nvidia-uvm: length by file and address.
-pub type Ranges = Tracked<(FileId, u64), u64>;
+pub type Ranges = ChangeMap<(FileId, u64), u64>;
 
 /// Maximum number of ranges of each kind.
 pub const MAX_RANGES: usize = 65_536;
@@ -47,12 +47,12 @@ pub const MAX_RANGES: usize = 65_536;
 /// All open files of a vGPU.
 #[derive(Debug, Default)]
 pub struct Files {
-    pub(super) open: Tracked<FileId, File>,
+    pub(super) open: ChangeMap<FileId, File>,
     /// Ranges that programs have mapped and that have no memory.
     pub empty: Ranges,
     /// Ranges of external mappings (`UVM_CREATE_EXTERNAL_RANGE`).
     pub external: Ranges,
-    /// Files through which programs have managed memory. Not recorded: a worker that continues does
+    /// Files through which programs have managed memory. Not recorded: an adopting worker does
     /// not refuse to save these programs, and libcuda does.
     pub managed: BTreeSet<FileId>,
 }

@@ -11,9 +11,9 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
 use cuda_socket::FileId;
+use programs::change_map::{ChangeMap, Changed, apply};
 use programs::front_end::{Changes, Damaged, StoreId};
 use programs::guest_memory::FreedPages;
-use programs::tracked::{Changed, Tracked, apply};
 use serde::{Deserialize, Serialize};
 
 use super::NvidiaFrontEnd;
@@ -131,7 +131,7 @@ impl NvidiaFrontEnd {
         }
     }
 
-    /// Continues with the state. See [`FrontEnd::adopt`](programs::FrontEnd::adopt).
+    /// Adopts the state. See [`FrontEnd::adopt`](programs::FrontEnd::adopt).
     pub(super) fn adopt_state(
         &mut self,
         state: State,
@@ -147,12 +147,12 @@ impl NvidiaFrontEnd {
             _ => None,
         });
         self.memories.adopt(memory, stores, &mut MemoryParts { take_file, freed })?;
-        self.files.open = Tracked::unchanged(files);
-        self.files.empty = Tracked::unchanged(empty);
-        self.files.external = Tracked::unchanged(external);
+        self.files.open = ChangeMap::unchanged(files);
+        self.files.empty = ChangeMap::unchanged(empty);
+        self.files.external = ChangeMap::unchanged(external);
         self.clients = Clients {
-            by_root: Tracked::unchanged(clients),
-            objects: Tracked::unchanged(objects),
+            by_root: ChangeMap::unchanged(clients),
+            objects: ChangeMap::unchanged(objects),
             next: state.next_client,
         };
         self.last_group = state.last_group;

@@ -17,9 +17,9 @@ use mdev_core::ids::{MemoryId, SpaceId};
 use mdev_core::mem::SharedGuestMemory;
 use mdev_core::units::PAGE_SIZE;
 use nvidia_rm::numbers::status;
+use programs::change_map::ChangeMap;
 use programs::front_end::{NewFiles, StoreId};
 use programs::guest_memory::GuestPages;
-use programs::tracked::Tracked;
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
@@ -107,9 +107,9 @@ pub struct Memories {
     used_video: u64,
     system_bytes: u64,
     max_system_bytes: u64,
-    stores: Tracked<StoreId, Store>,
+    stores: ChangeMap<StoreId, Store>,
     last_store: u32,
-    mappings: Tracked<(SpaceId, u64), Mapped>,
+    mappings: ChangeMap<(SpaceId, u64), Mapped>,
     /// Memory of the VM.
     guest: Option<SharedGuestMemory>,
     /// Maker of files, if they are not this process' own.
@@ -125,9 +125,9 @@ impl Memories {
             used_video: 0,
             system_bytes: 0,
             max_system_bytes,
-            stores: Tracked::default(),
+            stores: ChangeMap::default(),
             last_store: 0,
-            mappings: Tracked::default(),
+            mappings: ChangeMap::default(),
             guest: None,
             files: None,
         }

@@ -6,8 +6,8 @@ use cuda_socket::FileId;
 use mdev_core::gpu::ChannelHandle;
 use mdev_core::ids::{ChannelId, SpaceId};
 use nvidia_rm::numbers::{class, status};
+use programs::change_map::ChangeMap;
 use programs::front_end::StoreId;
-use programs::tracked::Tracked;
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
@@ -110,15 +110,15 @@ pub struct RmClient {
 /// All clients of a vGPU's programs.
 #[derive(Debug)]
 pub struct Clients {
-    pub(super) by_root: Tracked<u32, RmClient>,
+    pub(super) by_root: ChangeMap<u32, RmClient>,
     /// Objects by client and handle.
-    pub(super) objects: Tracked<(u32, u32), Object>,
+    pub(super) objects: ChangeMap<(u32, u32), Object>,
     pub(super) next: u32,
 }
 
 impl Default for Clients {
     fn default() -> Self {
-        Self { by_root: Tracked::default(), objects: Tracked::default(), next: FIRST_CLIENT }
+        Self { by_root: ChangeMap::default(), objects: ChangeMap::default(), next: FIRST_CLIENT }
     }
 }
 

@@ -50,7 +50,7 @@ impl GpuMappings {
         Self { rm_client, space, range, mappings: BTreeMap::new() }
     }
 
-    /// Continues with the mappings of an earlier process. `object` returns the memory of a mapping
+    /// Adopts the mappings of an earlier process. `object` returns the memory of a mapping
     /// and its length.
     pub fn adopt(
         device: &Device,
@@ -71,7 +71,7 @@ impl GpuMappings {
         Ok(adopted)
     }
 
-    /// Continues with the mapping of a region for launches by kernels.
+    /// Adopts the mapping of a region for launches by kernels.
     pub fn adopt_region(
         &mut self,
         region: &RegionState,
@@ -85,7 +85,7 @@ impl GpuMappings {
         Ok(())
     }
 
-    /// Returns the state for a process that continues. Adds regions for launches by kernels, of
+    /// Returns the state for the adopting process. Adds regions for launches by kernels, of
     /// which `is_region` tells by their objects, to `regions`.
     pub fn state(
         &self,

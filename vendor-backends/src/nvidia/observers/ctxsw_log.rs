@@ -24,7 +24,7 @@ use super::engine_use::{EngineUse, PROBE};
 use super::other_processes::OtherProcesses;
 use super::switch_probe::SwitchProbe;
 use crate::nvidia::adoption::DAMAGED;
-use crate::nvidia::adoption::kept::{self, Kept};
+use crate::nvidia::adoption::descriptors::{self, Descriptors};
 use crate::nvidia::adoption::state::LogObjects;
 use crate::nvidia::device::Device;
 use crate::nvidia::usermode_page;
@@ -113,12 +113,12 @@ impl CtxswLog {
             let object = device.system_memory(bytes, true)?;
             let flags = flag::CPU_READ_ONLY;
             let fd = rm_client.aperture(&device.device, &object, Node::Control, bytes, flags)?;
-            let mapping = kept::map(&fd, bytes, false)?;
+            let mapping = descriptors::map(&fd, bytes, false)?;
             device.to_keep.keep(number, fd);
             Ok((object, mapping))
         };
-        let (header_memory, header) = memory(PAGE_SIZE, kept::LOG_HEADER)?;
-        let (record_memory, records) = memory(RECORDS_BYTES, kept::LOG_RECORDS)?;
+        let (header_memory, header) = memory(PAGE_SIZE, descriptors::LOG_HEADER)?;
+        let (record_memory, records) = memory(RECORDS_BYTES, descriptors::LOG_RECORDS)?;
         let mut params = abi::EventBufferParams {
             record_bytes: RECORD_BYTES as u32,
             record_count: RECORDS,
@@ -162,7 +162,7 @@ impl CtxswLog {
         })
     }
 
-    /// Continues with the log of an earlier process, whose id its records have. Records that it has
+    /// Adopts the log of an earlier process, whose id its records have. Records that it has
     /// read since `position` are read again.
     pub fn adopt(
         device: &Device,
@@ -170,7 +170,7 @@ impl CtxswLog {
         objects: &LogObjects,
         process: u32,
         position: Option<LogPosition>,
-        files: &mut Kept<'_>,
+        files: &mut Descriptors<'_>,
     ) -> Result<Self, GpuError> {
         let rm_client = &device.rm_client;
         let position = position.filter(|position| position.get < RECORDS).ok_or(DAMAGED)?;
@@ -180,8 +180,12 @@ impl CtxswLog {
         Ok(Self {
             buffer: rm_client.adopt_object(None, objects.buffer),
             memory: memory.map(|handle| device.adopt_object(handle)),
-            header: kept::map(&files.take(kept::LOG_HEADER)?, PAGE_SIZE, false)?,
-            records: kept::map(&files.take(kept::LOG_RECORDS)?, RECORDS_BYTES, false)?,
+            header: descriptors::map(&files.take(descriptors::LOG_HEADER)?, PAGE_SIZE, false)?,
+            records: descriptors::map(
+                &files.take(descriptors::LOG_RECORDS)?,
+                RECORDS_BYTES,
+                false,
+            )?,
             clock,
             get,
             process: u64::from(process),
@@ -197,7 +201,7 @@ impl CtxswLog {
         })
     }
 
-    /// Returns the objects for a process that continues.
+    /// Returns the objects for the adopting process.
     pub fn objects(&self) -> LogObjects {
         let [header, records] = &self.memory;
         LogObjects {

@@ -34,7 +34,7 @@ impl EngineTime {
             self.resident_at_gate |= self.resident_since_ns.is_some();
             self.end_residency(now_ns);
         } else if std::mem::take(&mut self.resident_at_gate) && self.resident_since_ns.is_none() {
-            // The engine was idle meanwhile, so the log has no record of the continuation.
+            // The engine was idle meanwhile, so the log has no record of the adoption.
             self.resident_since_ns = Some(now_ns);
         }
     }

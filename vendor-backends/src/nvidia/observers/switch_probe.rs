@@ -25,7 +25,7 @@ use nvidia_rm::rm::Node;
 use nvidia_rm::rm_client::{AddressSpace, Object};
 use zerocopy::IntoBytes;
 
-use crate::nvidia::adoption::kept::{self, Kept};
+use crate::nvidia::adoption::descriptors::{self, Descriptors};
 use crate::nvidia::adoption::state::ProbeObjects;
 use crate::nvidia::device::Device;
 use crate::nvidia::error_notifier::Notifier;
@@ -116,12 +116,12 @@ impl SwitchProbe {
         let memory = ProbeMemory::new(device)?;
         let object = &memory.object;
         let fd = rm_client.aperture(&device.device, object, Node::Control, MEMORY_BYTES, 0)?;
-        let mapping = kept::map(&fd, MEMORY_BYTES, true)?;
-        device.to_keep.keep(kept::PROBE, fd);
+        let mapping = descriptors::map(&fd, MEMORY_BYTES, true)?;
+        device.to_keep.keep(descriptors::PROBE, fd);
         for at in (0..MEMORY_BYTES).step_by(8) {
             let _ = mapping.store_u64(at, 0);
         }
-        let notifier = Notifier::new(device, kept::PROBE_NOTIFIER)?;
+        let notifier = Notifier::new(device, descriptors::PROBE_NOTIFIER)?;
         notifier.clear();
         let mut params = abi::GroupParams {
             va_space: memory.space.space.handle(),
@@ -165,15 +165,15 @@ impl SwitchProbe {
         })
     }
 
-    /// Continues with the probe of an earlier process.
+    /// Adopts the probe of an earlier process.
     pub fn adopt(
         device: &Arc<Device>,
         doorbell: Arc<Mapping>,
         objects: &ProbeObjects,
-        files: &mut Kept<'_>,
+        files: &mut Descriptors<'_>,
     ) -> Result<Self, GpuError> {
         let rm_client = &device.rm_client;
-        let mapping = kept::map(&files.take(kept::PROBE)?, MEMORY_BYTES, true)?;
+        let mapping = descriptors::map(&files.take(descriptors::PROBE)?, MEMORY_BYTES, true)?;
         let group = device.adopt_object(objects.group);
         let channel = rm_client.adopt_object(Some(&group), objects.channel);
         // The probe has one request at a time: either that of the last entry is served, or it
@@ -188,7 +188,12 @@ impl SwitchProbe {
             compute: device.generation.compute,
             channel,
             group,
-            notifier: Notifier::adopt(device, objects.notifier, kept::PROBE_NOTIFIER, files)?,
+            notifier: Notifier::adopt(
+                device,
+                objects.notifier,
+                descriptors::PROBE_NOTIFIER,
+                files,
+            )?,
             memory: ProbeMemory {
                 device: device.clone(),
                 space: device.adopt_space(objects.space, objects.range),
@@ -202,7 +207,7 @@ impl SwitchProbe {
         })
     }
 
-    /// Returns the objects for a process that continues.
+    /// Returns the objects for the adopting process.
     pub fn objects(&self) -> ProbeObjects {
         ProbeObjects {
             space: self.memory.space.space.handle(),

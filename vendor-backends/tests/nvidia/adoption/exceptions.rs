@@ -1,4 +1,4 @@
-//! Exceptions of kernels under a worker that continues.
+//! Exceptions of kernels under an adopting worker.
 
 use mdev_core::gpu::{Client, EngineKind, Exception, Programs};
 use vendor_backends::conformance::lifecycle;

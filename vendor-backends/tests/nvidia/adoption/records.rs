@@ -8,7 +8,7 @@ use mdev_core::units::MIB;
 use nvidia_rm::fake_rm::{self, FakeRm};
 use proptest::prelude::*;
 use vendor_backends::nvidia::NvidiaGpu;
-use vendor_backends::nvidia::adoption::kept;
+use vendor_backends::nvidia::adoption::descriptors;
 
 use super::{Anchor, CONTINUED, with_work};
 use crate::{DRIVER, spec};
@@ -36,7 +36,7 @@ proptest! {
         let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
         worker = with_work(&mut anchor, worker).0;
         worker.end();
-        let journal = anchor.kept[&kept::JOURNAL].try_clone().unwrap();
+        let journal = anchor.kept[&descriptors::JOURNAL].try_clone().unwrap();
         let begin = slot.checked_sub(1).map_or(0, |slot| SLOTS[slot as usize].0);
         let at = begin + at / 4 * 4;
         let file = File::from(journal);

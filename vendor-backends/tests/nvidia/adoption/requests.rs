@@ -14,8 +14,8 @@ use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 use nvidia_rm::fake_rm::{self, FakeRm};
 use proptest::prelude::*;
 use vendor_backends::conformance::lifecycle;
+use vendor_backends::nvidia::adoption::descriptors;
 use vendor_backends::nvidia::adoption::journal::{Journal, Live};
-use vendor_backends::nvidia::adoption::kept;
 use vendor_backends::nvidia::channels::LiveChannels;
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 
@@ -184,7 +184,7 @@ impl Schedule {
     fn apply(self, anchor: &mut Anchor, mut worker: Worker) -> Worker {
         anchor.record(&mut worker.client);
         worker.end();
-        let journal = Journal::open(anchor.kept[&kept::JOURNAL].as_fd()).unwrap().unwrap();
+        let journal = Journal::open(anchor.kept[&descriptors::JOURNAL].as_fd()).unwrap().unwrap();
         let (live, reported): (LiveChannels, Vec<Exception>) =
             journal.live(Live::Channels).unwrap();
         let (timeslice, gate_open) = (Some(Duration::from_millis(3)), self.gate_open);

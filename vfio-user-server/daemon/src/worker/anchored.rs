@@ -1,4 +1,4 @@
-//! A worker with an anchor: beginning anew, or continuing what an earlier worker left.
+//! A worker with an anchor: beginning anew, or adopting what an earlier worker left.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -12,9 +12,9 @@ use vfio_user_server::journal::{FirstMessage, ReplyPhase};
 use vfio_user_server::session::Session;
 use vgpud_api::AttachedClient;
 
-use super::journal::kept::{Anchor, Kept, KeptPrograms, Key};
+use super::journal::descriptors::{Anchor, Descriptors, Key, ProgramDescriptors};
 use super::journal::{
-    Continued, ContinuedPrograms, Journal, ProgramRecords, ProgramsRecorder, QueueRecorder,
+    Journal, Journaled, JournaledPrograms, ProgramRecords, ProgramsRecorder, QueueRecorder,
     Recorder,
 };
 use super::queue_thread::QueueRecords;
@@ -29,15 +29,15 @@ pub(super) const MAX_ATTEMPTS: u64 = 6;
 pub struct Anchored {
     journal: Journal,
     anchor: Anchor,
-    kept: Kept,
-    continued: Option<Continued>,
+    kept: Descriptors,
+    journaled: Option<Journaled>,
     /// Records of the control queue's thread, if there is one.
     queue: Option<QueueRecords>,
 }
 
 /// What an earlier worker left, besides the device.
 #[derive(Debug)]
-pub struct Resumed {
+pub struct Adopted {
     /// Recorder of the state from now on.
     pub recorder: Recorder,
     /// Session of the VM that is attached.
@@ -47,16 +47,16 @@ pub struct Resumed {
     /// Connections of the manager, by number.
     pub control: Vec<(u32, SeqPacket)>,
     /// Programs of the host.
-    pub programs: ResumedPrograms,
+    pub programs: AdoptedPrograms,
 }
 
 /// Programs of the host that an earlier worker served.
 #[derive(Debug, Default)]
-pub struct ResumedPrograms {
+pub struct AdoptedPrograms {
     /// What is recorded of them, if there are any.
-    pub recorded: Option<ContinuedPrograms>,
+    pub recorded: Option<JournaledPrograms>,
     /// Their descriptors, and those of a connection that is not recorded.
-    pub kept: KeptPrograms,
+    pub kept: ProgramDescriptors,
     /// What was last to be served, or 0.
     pub served: u64,
 }
@@ -70,15 +70,16 @@ impl Anchored {
     pub fn open(journal: &OwnedFd, socket: OwnedFd) -> Result<Self> {
         let journal = Journal::open(journal.as_fd()).context("The journal cannot be opened")?;
         let socket = SeqPacket::from(socket);
-        let mut kept = Kept::receive(&socket).context("The anchor's descriptors are missing")?;
-        let continued = journal.is_used().then(|| Continued::read(&journal, &mut kept));
-        let (continued, anchor) = (continued.transpose()?, Anchor::new(socket));
-        Ok(Self { journal, anchor, kept, continued, queue: None })
+        let mut kept =
+            Descriptors::receive(&socket).context("The anchor's descriptors are missing")?;
+        let journaled = journal.is_used().then(|| Journaled::read(&journal, &mut kept));
+        let (journaled, anchor) = (journaled.transpose()?, Anchor::new(socket));
+        Ok(Self { journal, anchor, kept, journaled, queue: None })
     }
 
     /// Returns the position of the client of the GPU, to continue.
     pub fn position(&self) -> Option<u64> {
-        self.continued.as_ref().map(|continued| continued.position)
+        self.journaled.as_ref().map(|journaled| journaled.position)
     }
 
     /// Takes a descriptor of the client of the GPU, by its number.
@@ -86,32 +87,32 @@ impl Anchored {
         self.kept.take(Key::client(number))
     }
 
-    /// Continues with the device.
-    pub fn resume_function(&mut self, function: &mut VirtualFunction) -> Result<()> {
-        let Some(continued) = &self.continued else { return Ok(()) };
+    /// Adopts the device.
+    pub fn adopt_function(&mut self, function: &mut VirtualFunction) -> Result<()> {
+        let Some(journaled) = &self.journaled else { return Ok(()) };
         let kept = &mut self.kept;
         let take = |what| kept.take(Key::of(what));
         function
-            .resume_running(&continued.state()?.function, &continued.memory, take)
+            .adopt(&journaled.state()?.function, &journaled.memory, take)
             .context("The device cannot continue")
     }
 
-    /// Continues with the control queue of the device, whose thread works once the connections are
-    /// resumed.
-    pub fn resume_queue(
+    /// Adopts the control queue of the device, whose thread works once the connections are
+    /// adopted.
+    pub fn adopt_queue(
         &mut self,
         mut queue: QueueRecords,
         function: &VirtualFunction,
         front_end: &FrontEndSpec,
     ) -> Result<()> {
         let mut file = None;
-        if let Some(continued) = &mut self.continued {
-            file = continued.queue_file.take();
+        if let Some(journaled) = &mut self.journaled {
+            file = journaled.queue_file.take();
             let (client, memory) = function.share();
-            let orders = std::mem::take(&mut continued.orders);
-            let left = continued.queue.take();
-            *queue.recorded.lock() = continued.recorded();
-            queue.resume(orders, left, front_end, &client, &memory)?;
+            let orders = std::mem::take(&mut journaled.orders);
+            let left = journaled.queue.take();
+            *queue.recorded.lock() = journaled.recorded();
+            queue.adopt(orders, left, front_end, &client, &memory)?;
         }
         let recorder = QueueRecorder::new(self.anchor.share(), file, queue.recorded.clone());
         queue.begin(recorder);
@@ -119,19 +120,19 @@ impl Anchored {
         Ok(())
     }
 
-    /// Continues with the connections.
-    pub fn resume_connections(mut self) -> Result<Resumed> {
+    /// Adopts the connections.
+    pub fn adopt_connections(mut self) -> Result<Adopted> {
         self.anchor.works();
         let control = self.kept.take_control();
         let control = control.into_iter().map(|(id, fd)| (id, SeqPacket::from(fd))).collect();
-        let (programs_recorder, programs) = self.resume_programs();
-        let Some(continued) = &self.continued else {
+        let (programs_recorder, programs) = self.adopt_programs();
+        let Some(journaled) = &self.journaled else {
             let recorder =
                 Recorder::new(self.journal, self.anchor, 0, self.queue, programs_recorder);
             let (session, rewrites_answer) = (None, false);
-            return Ok(Resumed { recorder, session, rewrites_answer, control, programs });
+            return Ok(Adopted { recorder, session, rewrites_answer, control, programs });
         };
-        let state = continued.state()?;
+        let state = journaled.state()?;
         let socket = self.kept.take(Key::SESSION);
         let (mut session, mut rewrites_answer) = (None, false);
         if let (Some(client), Some(socket)) = (state.client, socket) {
@@ -144,7 +145,7 @@ impl Anchored {
             };
             // Later the VM may have the next request in the page.
             rewrites_answer = is_executed && first.reply == ReplyPhase::None;
-            let mappings = continued.memory.maps.iter().map(|map| DmaMap {
+            let mappings = journaled.memory.maps.iter().map(|map| DmaMap {
                 address: map.address.0,
                 size: map.size,
                 offset: map.offset.unwrap_or_default(),
@@ -152,36 +153,36 @@ impl Anchored {
                 writable: map.access.contains(DmaAccess::WRITE),
                 fd: None,
             });
-            let resumed = Session::resume(socket, state.session, finished, first, mappings);
-            let resumed = resumed.context("The VM's connection is lost")?;
-            if resumed.has_input() {
+            let adopted = Session::adopt(socket, state.session, finished, first, mappings);
+            let adopted = adopted.context("The VM's connection is lost")?;
+            if adopted.has_input() {
                 let attempts = self.journal.count_attempt();
                 ensure!(attempts <= MAX_ATTEMPTS, "Workers die at the same message of the VM");
             }
-            session = Some((resumed, client));
+            session = Some((adopted, client));
         }
         for key in self.kept.keys() {
             self.anchor.drop_later(key..=key);
         }
-        let memory = continued.memory_number;
+        let memory = journaled.memory_number;
         let mut recorder =
             Recorder::new(self.journal, self.anchor, memory, self.queue, programs_recorder);
         if let Some((_, client)) = &session {
-            recorder.resume_session(*client, state.session);
+            recorder.adopt_session(*client, state.session);
         }
-        Ok(Resumed { recorder, session, rewrites_answer, control, programs })
+        Ok(Adopted { recorder, session, rewrites_answer, control, programs })
     }
 
     /// Returns a recorder of the host's programs, and those of an earlier worker.
-    fn resume_programs(&mut self) -> (ProgramsRecorder, ResumedPrograms) {
+    fn adopt_programs(&mut self) -> (ProgramsRecorder, AdoptedPrograms) {
         let kept = self.kept.take_programs();
         let (mut file, mut recorded) = (None, None);
-        if let Some(continued) = &mut self.continued {
-            (file, recorded) = (continued.programs_file.take(), continued.programs.take());
+        if let Some(journaled) = &mut self.journaled {
+            (file, recorded) = (journaled.programs_file.take(), journaled.programs.take());
         }
         let served = file.as_ref().map_or(0, ProgramRecords::served);
         let mut recorder = ProgramsRecorder::new(self.anchor.share(), file);
-        recorder.resume(recorded.as_ref(), kept.keys());
-        (recorder, ResumedPrograms { recorded, kept, served })
+        recorder.adopt(recorded.as_ref(), kept.keys());
+        (recorder, AdoptedPrograms { recorded, kept, served })
     }
 }

@@ -2,9 +2,9 @@
 //!
 //! * `program_events`: events of CUDA programs; `gpu_events`: of the GPU and the control queue;
 //!   `control_events`: of the manager's connections; `handover`: another process of the VM
-//!   attaches; `continued`: continuing an earlier worker's
+//!   attaches; `adoption`: adopting an earlier worker's
 
-mod continued;
+mod adoption;
 mod control_events;
 mod gpu_events;
 mod handover;
@@ -298,7 +298,7 @@ impl Worker {
         self.watch_listeners(ops, EventSet::empty());
     }
 
-    fn resume_listeners(&mut self, ops: &mut EventOps) {
+    fn adopt_listeners(&mut self, ops: &mut EventOps) {
         let _ = self.accept_timer.wait();
         self.watch_listeners(ops, EventSet::IN);
     }
@@ -418,7 +418,7 @@ impl MutEventSubscriber for Worker {
             source::UNMASK => self.on_unmask(ops),
             source::QUEUE => self.on_queue(ops),
             source::CONTROL_LISTENER => self.accept_control(ops),
-            source::ACCEPT_TIMER => self.resume_listeners(ops),
+            source::ACCEPT_TIMER => self.adopt_listeners(ops),
             source::PROGRAMS_TIMER => self.on_programs_timer(ops),
             source::FINISHED_TIMER => self.on_finished_timer(),
             id => self.on_control(id, ops),

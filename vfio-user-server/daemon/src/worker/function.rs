@@ -18,7 +18,7 @@ use vfio_user_server::journal::{Journal, SessionRecord};
 use vfio_user_server::layout::Layout;
 use vfio_user_server::migration::Migration;
 
-use super::journal::kept::Key;
+use super::journal::descriptors::Key;
 use super::journal::{ProgramsRecorder, Recorder};
 use super::migration::Transfer;
 
@@ -33,7 +33,7 @@ pub struct Function {
     pub(super) transfer: Transfer,
     /// State of the vGPU while its VM's process is replaced.
     pub(super) handover: Option<Handover>,
-    /// Journal for the worker that continues, if there can be one.
+    /// Journal for the adopting worker, if there can be one.
     pub(super) recorder: Option<Recorder>,
 }
 
@@ -71,7 +71,7 @@ impl Function {
 
     /// Records the state from now on. `rewrites_answer` tells whether the answer to the last
     /// mailbox request is to be written again.
-    pub fn resume_recording(&mut self, recorder: Recorder, rewrites_answer: bool) {
+    pub fn adopt_recording(&mut self, recorder: Recorder, rewrites_answer: bool) {
         self.recorder = Some(recorder);
         self.inner.answer_later();
         if rewrites_answer {
@@ -248,9 +248,9 @@ impl Journal for Function {
         self.recorder.as_mut().map_or(Ok(()), |recorder| recorder.remove(socket))
     }
 
-    fn set_continuable(&mut self, continuable: bool) {
+    fn set_adoptable(&mut self, adoptable: bool) {
         if let Some(recorder) = &mut self.recorder {
-            recorder.set_session_torn(!continuable);
+            recorder.set_session_torn(!adoptable);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Journal of a worker: what the worker that continues needs, in a file that the anchor keeps.
+//! Journal of a worker: what the adopting worker needs, in a file that the anchor keeps.
 //!
 //! * `layout`: records in the file; `progress`: how far a session has come
 //! * `state`: contents of the records
@@ -8,7 +8,7 @@
 //!   descriptors
 //! * [`kept`]: descriptors that the anchor keeps
 
-pub mod kept;
+pub mod descriptors;
 mod layout;
 mod program_memory;
 mod program_records;
@@ -21,8 +21,8 @@ mod state;
 pub use layout::{BYTES, Journal};
 pub use program_records::ProgramRecords;
 pub use programs_recorder::{
-    Answer, ContinuedPrograms, OpenFile, ProgramChanges, ProgramState, ProgramsRecorder, Source,
+    Answer, JournaledPrograms, OpenFile, ProgramChanges, ProgramState, ProgramsRecorder, Source,
 };
-pub use queue_recorder::{ContinuedQueue, QueueRecorder, SharedRecorded};
+pub use queue_recorder::{JournaledQueue, QueueRecorder, SharedRecorded};
 pub use recorder::Recorder;
-pub use state::Continued;
+pub use state::Journaled;

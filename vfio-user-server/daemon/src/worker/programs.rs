@@ -4,10 +4,10 @@
 //! serves either a VM or programs. When the last program has left, the vGPU gets new memory.
 //!
 //! * `requests`: requests, each of which has its effect once
-//! * `continued`: continuing an earlier worker's programs
+//! * `adoption`: adopting an earlier worker's programs
 //! * `throttle`: processes that wait for CPU time
 
-mod continued;
+mod adoption;
 mod requests;
 mod throttle;
 
@@ -22,16 +22,16 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 use programs::FrontEnd;
+use programs::change_map::ChangeMap;
 use programs::front_end::{FrontEndSpec, StoreId};
-use programs::tracked::Tracked;
 
-use self::continued::Begun;
+use self::adoption::Begun;
 pub use self::throttle::Throttled;
 use super::doorbell::Doorbell;
 use super::front_end;
 use super::function::Function;
 pub use super::journal::Source;
-use super::journal::kept::Key;
+use super::journal::descriptors::Key;
 use super::journal::{Answer, OpenFile, ProgramChanges, ProgramState};
 use super::queue_thread::ProgramsInVm;
 use super::request_budget::{self, Budget};
@@ -69,9 +69,9 @@ pub struct Programs {
     listener: SeqPacketListener,
     spec: FrontEndSpec,
     front_end: Box<dyn FrontEnd>,
-    connections: Tracked<Source, Connection>,
+    connections: ChangeMap<Source, Connection>,
     /// Files with the worker's ends of their sockets.
-    files: Tracked<Source, (OpenFile, SeqPacket)>,
+    files: ChangeMap<Source, (OpenFile, SeqPacket)>,
     last: Source,
     /// Reply to the last request, until the program has it.
     answer: Option<Answer>,
@@ -104,8 +104,8 @@ impl Programs {
             listener,
             front_end: front_end::create(&spec)?,
             spec,
-            connections: Tracked::default(),
-            files: Tracked::default(),
+            connections: ChangeMap::default(),
+            files: ChangeMap::default(),
             last: Source(0),
             answer: None,
             begun: None,
@@ -206,7 +206,7 @@ impl Programs {
         }
     }
 
-    /// Notes what is going to be served: a worker that continues serves it before all else.
+    /// Notes what is going to be served: an adopting worker serves it before all else.
     fn begin(function: &mut Function, source: Source) {
         if let Some(recorder) = function.programs_recorder() {
             recorder.set_served(u64::from(source.0) + 1);
@@ -258,7 +258,7 @@ impl Programs {
     /// Notices that a program has closed a file.
     fn on_file(&mut self, function: &mut Function, source: Source, changes: &mut Changes) {
         let Some((file, socket)) = self.files.get(&source) else { return };
-        // A program sends nothing here. What it sends stays, for a worker that continues.
+        // A program sends nothing here. What it sends stays, for the adopting worker.
         match socket.try_peek(&mut [0; 64]) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Ok(_) | Err(_) => {}

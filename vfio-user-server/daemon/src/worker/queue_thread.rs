@@ -5,10 +5,10 @@
 //! during a request, and the event loop does not wait for it, except to reset the device.
 //!
 //! * `signals`: what both use; `gate`: exclusion of both
-//! * `records`: what is recorded of the queue; `continued`: continuing an earlier worker's queue
+//! * `records`: what is recorded of the queue; `adoption`: adopting an earlier worker's queue
 //! * `programs_in_vm`: statistics
 
-mod continued;
+mod adoption;
 mod gate;
 mod programs_in_vm;
 mod records;
@@ -389,7 +389,7 @@ impl Server {
     /// Passes conditions of the GPU on, and carries out a request if there is one and it may be
     /// served. Returns whether there was one.
     ///
-    /// A worker that continues repeats a request with the same calls of the GPU. Therefore the
+    /// An adopting worker repeats a request with the same calls of the GPU. Therefore the
     /// position of the client is recorded before each request, and first of all that worker carries
     /// the request out that may have been begun.
     fn serve_request(

@@ -2,7 +2,7 @@
 //!
 //! Each request has its effect once. A process carries a request out, which is still in guest
 //! memory, and records the state with the answer. Then it writes the answer over the request, and
-//! tells the guest by a completion. A process that continues from the state before carries the
+//! tells the guest by a completion. A process that adopts the state before carries the
 //! request out again. From the state after, it writes the answer, unless the guest's ring shows
 //! that the guest knows of the answer: then the buffer is the guest's again.
 

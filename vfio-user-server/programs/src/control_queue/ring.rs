@@ -34,7 +34,7 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Continues with the rings of another process, which may have written up to `pending` more
+    /// Adopts the rings of another process, which may have written up to `pending` more
     /// completions. Returns the number of these that it has written.
     pub fn adopt(
         memory: SharedGuestMemory,

@@ -5,9 +5,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use mdev_core::gpu::CREATED_VA_END;
 use mdev_core::ids::{MemoryId, SpaceId};
+use programs::change_map::{ChangeMap, Changed, apply};
 use programs::front_end::{Damaged, StoreId};
 use programs::guest_memory::{FreedPages, GuestPages};
-use programs::tracked::{Changed, Tracked, apply};
 use serde::{Deserialize, Serialize};
 
 use super::{MAX_STORES, Mapped, Memories, Place, Store};
@@ -132,7 +132,7 @@ impl Memories {
         })
     }
 
-    /// Continues with the stores and mappings of another process. `objects` are the stores of all
+    /// Adopts the stores and mappings of another process. `objects` are the stores of all
     /// memory objects.
     pub fn adopt(
         &mut self,
@@ -164,8 +164,8 @@ impl Memories {
             let end = end.filter(|_| space != end_before.0 || va >= end_before.1).ok_or(Damaged)?;
             end_before = (space, end);
         }
-        self.stores = Tracked::unchanged(adopted);
-        self.mappings = Tracked::unchanged(mappings);
+        self.stores = ChangeMap::unchanged(adopted);
+        self.mappings = ChangeMap::unchanged(mappings);
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use super::{Worker, peer, source, unwatch, watch};
 use crate::worker::End;
 use crate::worker::control::ControlConnection;
 use crate::worker::journal::Recorder;
-use crate::worker::journal::kept::Key;
+use crate::worker::journal::descriptors::Key;
 use crate::worker::programs::Programs;
 use crate::worker::saving;
 use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerStatus};
@@ -130,13 +130,13 @@ impl Worker {
         self.function.commit();
         let recorder = self.function.recorder.as_ref();
         ensure!(
-            recorder.is_some_and(Recorder::is_continuable),
+            recorder.is_some_and(Recorder::is_adoptable),
             "The vGPU is in a state from which no other worker can continue; try again"
         );
         Ok(())
     }
 
-    /// Begins or ends a record of the vGPU's writes. A worker that continues has none.
+    /// Begins or ends a record of the vGPU's writes. An adopting worker has none.
     fn log_writes(&mut self, enabled: bool) -> Result<()> {
         let function = self.function.inner_mut();
         if !enabled {

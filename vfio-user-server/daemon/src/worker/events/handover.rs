@@ -24,7 +24,7 @@ impl Worker {
         match request {
             WorkerRequest::BeginHandover => self.begin_handover(ops)?,
             WorkerRequest::Adopt => {
-                let config = self.adopt()?;
+                let config = self.finish_handover()?;
                 return Ok((WorkerReply::Adopted { config }, Vec::new()));
             }
             WorkerRequest::AbandonHandover => self.abandon_handover(ops)?,
@@ -48,10 +48,10 @@ impl Worker {
         Ok(())
     }
 
-    fn adopt(&mut self) -> Result<Vec<mdev_core::device::ConfigWrite>> {
+    fn finish_handover(&mut self) -> Result<Vec<mdev_core::device::ConfigWrite>> {
         ensure!(self.attached.is_some(), "No other process of its VM has attached");
         let handover = self.function.handover.take().context("No process is taking over")?;
-        let adopted = self.function.inner_mut().adopt(&handover);
+        let adopted = self.function.inner_mut().finish_handover(&handover);
         self.function.handover = Some(handover);
         self.adopted = adopted.is_ok();
         Ok(adopted?)

@@ -123,7 +123,7 @@ impl Worker {
     }
 
     /// Finishes what an earlier worker has begun for programs, and watches them.
-    pub(super) fn resume_programs(&mut self, ops: &mut EventOps) {
+    pub(super) fn adopt_programs(&mut self, ops: &mut EventOps) {
         let Some(programs) = &mut self.programs else { return };
         for source in programs.sources() {
             if let Some(fd) = programs.descriptor(source) {

@@ -19,7 +19,7 @@ mod word {
     /// Number of the state in force.
     pub const STATE: u64 = 8;
     /// 1 if another worker can continue.
-    pub const CONTINUABLE: u64 = 16;
+    pub const ADOPTABLE: u64 = 16;
     /// Number of workers that tried to continue with the same message.
     pub const ATTEMPTS: u64 = 24;
     /// [`Progress`](super::super::progress::Progress) of the session.
@@ -59,7 +59,7 @@ pub struct Journal {
     file: RecordFile,
     /// Number of the state in force.
     state: u64,
-    is_continuable: bool,
+    is_adoptable: bool,
     progress: Progress,
     /// Whether [`word::ATTEMPTS`] may not be 0.
     has_attempts: bool,
@@ -75,7 +75,7 @@ impl Journal {
         let file = RecordFile::map(file, BYTES)?;
         let mut journal = Self {
             state: 0,
-            is_continuable: false,
+            is_adoptable: false,
             progress: Progress::default(),
             has_attempts: true,
             file,
@@ -83,7 +83,7 @@ impl Journal {
         match journal.file.magic() {
             MAGIC => {
                 journal.state = journal.file.load(word::STATE);
-                journal.is_continuable = journal.file.load(word::CONTINUABLE) == 1;
+                journal.is_adoptable = journal.file.load(word::ADOPTABLE) == 1;
                 journal.progress = Progress::decode(journal.file.load(word::PROGRESS));
             }
             // The first state is the last to be in force: until then the other words say nothing.
@@ -102,15 +102,15 @@ impl Journal {
     }
 
     /// Returns true if another worker can continue.
-    pub fn is_continuable(&self) -> bool {
-        self.is_continuable
+    pub fn is_adoptable(&self) -> bool {
+        self.is_adoptable
     }
 
     /// Sets whether another worker can continue.
-    pub fn set_continuable(&mut self, continuable: bool) {
-        if self.is_continuable != continuable {
-            self.is_continuable = continuable;
-            self.file.store(word::CONTINUABLE, continuable.into());
+    pub fn set_adoptable(&mut self, adoptable: bool) {
+        if self.is_adoptable != adoptable {
+            self.is_adoptable = adoptable;
+            self.file.store(word::ADOPTABLE, adoptable.into());
         }
     }
 
@@ -175,7 +175,7 @@ impl Journal {
         self.set_progress(Progress { replying: true, ..self.progress });
     }
 
-    /// Counts an attempt to carry out the message at hand by a worker that continues. Returns the
+    /// Counts an attempt to carry out the message at hand by the adopting worker. Returns the
     /// number of attempts.
     pub fn count_attempt(&mut self) -> u64 {
         let attempts = self.file.load(word::ATTEMPTS).saturating_add(1);
@@ -270,7 +270,7 @@ mod tests {
         assert!(journal.commit(b"first"));
         assert!(journal.write(Kind::State, 2, b"second"), "a worker that dies before the store");
         let mut journal = Journal::open(file.as_fd()).unwrap();
-        assert!(journal.is_used() && !journal.is_continuable());
+        assert!(journal.is_used() && !journal.is_adoptable());
         assert_eq!(journal.committed().unwrap(), b"first");
         assert!(journal.commit(b"third"));
         assert_eq!(Journal::open(file.as_fd()).unwrap().committed().unwrap(), b"third");
@@ -293,7 +293,7 @@ mod tests {
         byte[0]
     }
 
-    /// What the process that continues finds after a death at one of these places.
+    /// What the adopting process finds after a death at one of these places.
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum Died {
         BeforeRemoval,
@@ -361,7 +361,7 @@ mod tests {
         assert!(first.commit(b"state"));
         first.file.begin(0);
         let mut next = Journal::open(file.as_fd()).unwrap();
-        assert!(!next.is_used() && !next.is_continuable());
+        assert!(!next.is_used() && !next.is_adoptable());
         assert!(next.commit(b"next"));
         assert_eq!(Journal::open(file.as_fd()).unwrap().committed().unwrap(), b"next");
     }

@@ -9,12 +9,12 @@ use ipc::mem::sealed_memfd;
 use nix::sys::stat::fstat;
 use programs::front_end::{NewFiles, StoreId};
 
-use super::kept::{Anchor, Key, MAX_OF_PROGRAMS};
+use super::descriptors::{Anchor, Key, MAX_OF_PROGRAMS};
 
 /// Descriptors of programs that the anchor keeps, or of memory that it has kept for a worker
 /// before.
 #[derive(Debug)]
-pub(super) struct KeptFiles {
+pub(super) struct MemoryFiles {
     pub anchor: Anchor,
     pub keys: BTreeSet<Key>,
     /// Keys for which there was no room.
@@ -23,7 +23,7 @@ pub(super) struct KeptFiles {
     pub unfinished: BTreeMap<u32, OwnedFd>,
 }
 
-impl KeptFiles {
+impl MemoryFiles {
     pub fn new(anchor: Anchor) -> Self {
         let (keys, missing) = (BTreeSet::new(), BTreeSet::new());
         Self { anchor, keys, missing, unfinished: BTreeMap::new() }
@@ -59,14 +59,14 @@ impl KeptFiles {
 /// Maker of the memory of programs. The anchor keeps a file before the GPU gets to know it: a
 /// worker that repeats the request uses the same.
 #[derive(Clone, Debug)]
-pub struct ProgramMemory(Arc<Mutex<KeptFiles>>);
+pub struct ProgramMemory(Arc<Mutex<MemoryFiles>>);
 
 impl ProgramMemory {
-    pub(super) fn new(kept: KeptFiles) -> Self {
+    pub(super) fn new(kept: MemoryFiles) -> Self {
         Self(Arc::new(Mutex::new(kept)))
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, KeptFiles> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, MemoryFiles> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -90,18 +90,18 @@ impl NewFiles for ProgramMemory {
 mod tests {
     use ipc::seqpacket::SeqPacket;
 
-    use super::super::kept::{Kept, Message};
+    use super::super::descriptors::{Descriptors, Message};
     use super::*;
 
     #[test]
     fn a_request_that_is_repeated_gets_the_same_memory() {
         let inode = |fd: &OwnedFd| fstat(fd).unwrap().st_ino;
         let (anchor, worker) = SeqPacket::pair().unwrap();
-        let mut first = ProgramMemory::new(KeptFiles::new(Anchor::new(worker)));
+        let mut first = ProgramMemory::new(MemoryFiles::new(Anchor::new(worker)));
         let made = first.create(StoreId(7), 8192).unwrap();
         let other = first.create(StoreId(8), 8192).unwrap();
-        let mut kept = Kept::default();
-        let keep_next = |anchor: &SeqPacket, kept: &mut Kept| {
+        let mut kept = Descriptors::default();
+        let keep_next = |anchor: &SeqPacket, kept: &mut Descriptors| {
             let mut buffer = [0; Message::BYTES];
             let packet = anchor.recv_with_fds(&mut buffer).unwrap().unwrap();
             let message = Message::decode(&buffer[..packet.len]).unwrap();
@@ -110,7 +110,7 @@ mod tests {
         (0..2).for_each(|_| keep_next(&anchor, &mut kept));
         let programs = kept.take_programs();
         let (anchor, worker) = SeqPacket::pair().unwrap();
-        let mut next = KeptFiles::new(Anchor::new(worker));
+        let mut next = MemoryFiles::new(Anchor::new(worker));
         next.keys.extend(programs.keys());
         next.unfinished = programs.memory;
         let mut next = ProgramMemory::new(next);
@@ -118,7 +118,7 @@ mod tests {
         let shorter = next.create(StoreId(8), 4096).unwrap();
         assert_ne!(inode(&shorter), inode(&other), "it has another length");
         // Only what is new goes to the anchor.
-        let mut kept = Kept::default();
+        let mut kept = Descriptors::default();
         keep_next(&anchor, &mut kept);
         assert_eq!(kept.keys().collect::<Vec<_>>(), [Key::program_memory(8)]);
         assert!(anchor.try_recv(&mut [0; Message::BYTES]).is_err());

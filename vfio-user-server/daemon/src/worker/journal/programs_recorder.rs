@@ -11,12 +11,12 @@ use anyhow::{Context, Result};
 use cuda_socket::FileId;
 use ipc::seqpacket::SeqPacket;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use programs::change_map::{Changed, apply};
 use programs::front_end::StoreId;
-use programs::tracked::{Changed, apply};
 use serde::{Deserialize, Serialize};
 
-use super::kept::{Anchor, Key};
-use super::program_memory::{KeptFiles, ProgramMemory};
+use super::descriptors::{Anchor, Key};
+use super::program_memory::{MemoryFiles, ProgramMemory};
 use super::program_records::{Log, ProgramRecords};
 
 /// Longest time to wait for the anchor to close a descriptor.
@@ -89,7 +89,7 @@ pub trait ProgramState {
 
 /// State that an earlier worker left.
 #[derive(Debug)]
-pub struct ContinuedPrograms {
+pub struct JournaledPrograms {
     /// Number of the last connection or file.
     pub last: Source,
     /// Reply to the last request, which the program may not have.
@@ -104,7 +104,7 @@ pub struct ContinuedPrograms {
     log: Log,
 }
 
-impl ContinuedPrograms {
+impl JournaledPrograms {
     /// Reads the record with a number.
     ///
     /// # Errors
@@ -149,7 +149,7 @@ impl ProgramsRecorder {
         Self {
             number: file.as_ref().map_or(0, ProgramRecords::number),
             file,
-            kept: ProgramMemory::new(KeptFiles::new(anchor)),
+            kept: ProgramMemory::new(MemoryFiles::new(anchor)),
             is_present: false,
             log: None,
             last: Vec::new(),
@@ -160,11 +160,7 @@ impl ProgramsRecorder {
 
     /// Continues after a record of an earlier worker, if there are programs. The anchor keeps
     /// descriptors with these keys.
-    pub fn resume(
-        &mut self,
-        recorded: Option<&ContinuedPrograms>,
-        keys: impl Iterator<Item = Key>,
-    ) {
+    pub fn adopt(&mut self, recorded: Option<&JournaledPrograms>, keys: impl Iterator<Item = Key>) {
         if let Some(recorded) = recorded {
             (self.number, self.log) = (recorded.number, Some(recorded.log));
             self.is_present = true;
@@ -361,7 +357,7 @@ impl ProgramsRecorder {
 
 #[cfg(test)]
 mod tests {
-    use super::super::kept::{Kept, MAX_OF_PROGRAMS, Message};
+    use super::super::descriptors::{Descriptors, MAX_OF_PROGRAMS, Message};
     use super::*;
 
     /// Programs with connections alone.
@@ -403,7 +399,7 @@ mod tests {
     }
 
     /// Does what an anchor does with the messages of its worker.
-    fn keep_all(anchor: &SeqPacket, kept: &mut Kept) {
+    fn keep_all(anchor: &SeqPacket, kept: &mut Descriptors) {
         let mut buffer = [0; Message::BYTES];
         while let Ok(Some(packet)) = anchor.try_recv_with_fds(&mut buffer) {
             let message = Message::decode(&buffer[..packet.len]).unwrap();
@@ -423,14 +419,14 @@ mod tests {
         let answer = Answer { connection: Source(9), number: 4, packet, descriptors: 1 };
         (programs.changed, programs.answer) = (true, Some(answer.clone()));
         assert!(recorder.record(&mut programs) && !recorder.is_lost());
-        let mut kept = Kept::default();
+        let mut kept = Descriptors::default();
         keep_all(&anchor, &mut kept);
         let fd = kept.take(Key::PROGRAMS).unwrap();
         let mut file = ProgramRecords::open(fd.as_fd()).unwrap().unwrap();
-        let read = ContinuedPrograms::read(&mut file, recorder.number()).unwrap();
+        let read = JournaledPrograms::read(&mut file, recorder.number()).unwrap();
         assert_eq!((read.last, read.answer), (Source(9), Some(answer)));
         assert_eq!(read.connections, programs.all);
-        assert!(ContinuedPrograms::read(&mut file, recorder.number() + 1).is_err());
+        assert!(JournaledPrograms::read(&mut file, recorder.number() + 1).is_err());
         assert!(recorder.end() && !recorder.end());
         assert_eq!(recorder.number(), 0);
     }
@@ -438,7 +434,7 @@ mod tests {
     #[test]
     fn a_connection_that_has_arrived_stays_although_there_were_no_programs() {
         let (mut recorder, anchor) = recorder();
-        let mut kept = Kept::default();
+        let mut kept = Descriptors::default();
         let (socket, _other) = SeqPacket::pair().unwrap();
         recorder.keep(Key::connection(1), socket.as_fd());
         assert!(!recorder.end());
@@ -483,7 +479,7 @@ mod tests {
         recorder.drop_reply(true);
         let anchoring = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(50));
-            let mut kept = Kept::default();
+            let mut kept = Descriptors::default();
             keep_all(&anchor, &mut kept);
             kept.keys().count()
         });

@@ -4,13 +4,13 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
-use mdev_core::gpu::{Client, Continuation};
-use mdev_core::mem::{GuestMemory, RunningMemory};
+use mdev_core::gpu::{Adoption, Client};
+use mdev_core::mem::{GuestMemory, JournaledMemory};
 use programs::control_queue::ControlQueue;
 use programs::control_queue::journal::QueueState;
 use serde::{Deserialize, Serialize};
 
-use super::kept::{Anchor, Key};
+use super::descriptors::{Anchor, Key};
 use super::program_records::{Log, ProgramRecords};
 
 /// Record of the queue's thread.
@@ -18,7 +18,7 @@ use super::program_records::{Log, ProgramRecords};
 struct Record {
     /// Position of the client of the GPU.
     position: u64,
-    memory: RunningMemory,
+    memory: JournaledMemory,
     /// Number of the last order that is done.
     done: u64,
     /// Value of `QUEUE_STATUS`.
@@ -52,11 +52,11 @@ impl SharedRecorded {
 
 /// State of the queue that an earlier worker left.
 #[derive(Debug)]
-pub struct ContinuedQueue {
+pub struct JournaledQueue {
     /// Position of the client of the GPU.
     pub position: u64,
     /// Mappings of guest memory.
-    pub memory: RunningMemory,
+    pub memory: JournaledMemory,
     /// Number of the last order that is done.
     pub done: u64,
     /// Value of `QUEUE_STATUS`.
@@ -67,7 +67,7 @@ pub struct ContinuedQueue {
     pub is_held: bool,
 }
 
-impl ContinuedQueue {
+impl JournaledQueue {
     /// Reads the record with a number.
     ///
     /// # Errors
@@ -128,7 +128,7 @@ impl QueueRecorder {
         mut queue: Option<&mut ControlQueue>,
         (done, status): (u64, u32),
     ) {
-        let position = client.continuation().and_then(Continuation::position);
+        let position = client.adoption().and_then(Adoption::position);
         let Some(position) = position else { return self.lose() };
         let state = match &mut queue {
             None => None,
@@ -137,13 +137,13 @@ impl QueueRecorder {
                 None => return self.lose(),
             },
         };
-        let record = Record { position, memory: memory.running(), done, status, queue: state };
+        let record = Record { position, memory: memory.journaled(), done, status, queue: state };
         let Ok(contents) = postcard::to_stdvec(&record) else { return self.lose() };
         let Recorded { position: before, is_lost, .. } = *self.recorded.lock();
         if contents == self.last && before == Some(position) && !is_lost {
             return;
         }
-        let Some(client) = client.continuation() else { return self.lose() };
+        let Some(client) = client.adoption() else { return self.lose() };
         if !self.write(client, position, &contents) {
             return self.lose();
         }
@@ -176,8 +176,8 @@ impl QueueRecorder {
         self.file.as_mut()
     }
 
-    fn write(&mut self, client: &mut dyn Continuation, position: u64, contents: &[u8]) -> bool {
-        self.anchor.keep_of_client(client.take_kept());
+    fn write(&mut self, client: &mut dyn Adoption, position: u64, contents: &[u8]) -> bool {
+        self.anchor.keep_for_client(client.take_descriptors());
         let number = self.recorded.lock().number.wrapping_add(1);
         let is_lost = self.anchor.is_lost();
         let Some(file) = self.file() else { return false };

@@ -8,7 +8,7 @@ use mdev_core::device::VirtualFunction;
 use vfio_user_server::journal::{SessionRecord, Standing};
 use vgpud_api::AttachedClient;
 
-use super::kept::{Anchor, Key};
+use super::descriptors::{Anchor, Key};
 use super::layout::{Journal, Kind};
 use super::programs_recorder::{ProgramState, ProgramsRecorder};
 use super::queue_recorder::Recorded;
@@ -70,8 +70,8 @@ impl Recorder {
         }
     }
 
-    /// Continues with the session of an earlier worker.
-    pub fn resume_session(&mut self, client: AttachedClient, session: SessionRecord) {
+    /// Adopts the session of an earlier worker.
+    pub fn adopt_session(&mut self, client: AttachedClient, session: SessionRecord) {
         (self.client, self.session) = (Some(client), session);
     }
 
@@ -104,14 +104,14 @@ impl Recorder {
     }
 
     /// Returns true if another worker can continue.
-    pub fn is_continuable(&self) -> bool {
-        self.journal.is_continuable()
+    pub fn is_adoptable(&self) -> bool {
+        self.journal.is_adoptable()
     }
 
     /// Lets no other worker continue with this session.
     pub fn give_session_up(&mut self) {
         self.session_given_up = true;
-        self.journal.set_continuable(false);
+        self.journal.set_adoptable(false);
     }
 
     /// Ends the session, if there is one.
@@ -143,7 +143,7 @@ impl Recorder {
     pub fn set_blocked(&mut self, blocked: bool) {
         self.blocked = blocked;
         if blocked {
-            self.journal.set_continuable(false);
+            self.journal.set_adoptable(false);
         }
     }
 
@@ -161,7 +161,7 @@ impl Recorder {
             self.programs.recorded();
         }
         let torn = self.session_torn || self.anchor.is_lost();
-        self.journal.set_continuable(recorded && !torn);
+        self.journal.set_adoptable(recorded && !torn);
     }
 
     /// Returns what the control queue's thread has recorded of the client, while the thread uses
@@ -217,14 +217,14 @@ impl Recorder {
 
     /// Passes on what a process needs that continues with the client.
     fn keep_for_client(&mut self, function: &VirtualFunction) {
-        self.anchor.keep_of_client(function.take_kept());
+        self.anchor.keep_for_client(function.take_descriptors());
     }
 
     fn write(&mut self, function: &VirtualFunction, position: u64, queue: QueueState) -> bool {
         let generation = Some(function.memory_generation());
         if self.memory.1 != generation {
             let number = self.memory.0.wrapping_add(1);
-            let memory = postcard::to_stdvec(&function.running_memory());
+            let memory = postcard::to_stdvec(&function.journaled_memory());
             let Ok(memory) = memory else { return false };
             if !self.journal.write(Kind::Memory, number, &memory) {
                 return false;
@@ -241,7 +241,7 @@ impl Recorder {
         queue: QueueState,
     ) -> bool {
         let Self { client, session, memory: (memory, _), .. } = *self;
-        let function = function.running();
+        let function = function.journaled();
         let programs = ProgramsState { number: self.programs.number() };
         let state = State { function, position, memory, client, session, queue, programs };
         let mut buffer = std::mem::take(&mut self.buffer);
@@ -342,6 +342,6 @@ impl Recorder {
     pub fn set_session_torn(&mut self, torn: bool) {
         self.session_torn = torn;
         let lost = self.blocked || self.session_given_up || self.anchor.is_lost();
-        self.journal.set_continuable(!torn && !lost);
+        self.journal.set_adoptable(!torn && !lost);
     }
 }

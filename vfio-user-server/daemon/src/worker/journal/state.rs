@@ -3,17 +3,17 @@
 use std::os::fd::AsFd;
 
 use anyhow::{Context, Result, ensure};
-use mdev_core::device::RunningFunction;
-use mdev_core::mem::{MAX_MAPS, RunningMemory};
+use mdev_core::device::JournaledFunction;
+use mdev_core::mem::{JournaledMemory, MAX_MAPS};
 use serde::{Deserialize, Serialize};
 use vfio_user_server::journal::SessionRecord;
 use vgpud_api::AttachedClient;
 
-use super::kept::{Kept, Key};
+use super::descriptors::{Descriptors, Key};
 use super::layout::{Journal, Kind};
 use super::program_records::ProgramRecords;
-use super::programs_recorder::ContinuedPrograms;
-use super::queue_recorder::{ContinuedQueue, Recorded};
+use super::programs_recorder::JournaledPrograms;
+use super::queue_recorder::{JournaledQueue, Recorded};
 use crate::worker::queue_thread::Orders;
 
 /// State of a worker.
@@ -21,7 +21,7 @@ use crate::worker::queue_thread::Orders;
 pub struct State<'a> {
     /// Device.
     #[serde(borrow)]
-    pub function: RunningFunction<'a>,
+    pub function: JournaledFunction<'a>,
     /// Position of the client of the GPU.
     pub position: u64,
     /// Number of the record of guest memory.
@@ -56,16 +56,16 @@ pub struct ProgramsState {
     pub number: u64,
 }
 
-/// What a worker continues with.
+/// What a worker adopts.
 #[derive(Debug)]
-pub struct Continued {
+pub struct Journaled {
     state: Vec<u8>,
     /// Position of the client of the GPU.
     pub position: u64,
     /// Number of the record of guest memory.
     pub memory_number: u64,
     /// Mappings of guest memory.
-    pub memory: RunningMemory,
+    pub memory: JournaledMemory,
     /// Number of the last record of the queue's thread.
     queue_number: u64,
     /// That record has the position and the guest memory.
@@ -73,24 +73,24 @@ pub struct Continued {
     /// File with the records of the queue's thread.
     pub queue_file: Option<ProgramRecords>,
     /// Control queue, if it runs.
-    pub queue: Option<ContinuedQueue>,
+    pub queue: Option<JournaledQueue>,
     /// Orders for the queue's thread.
     pub orders: Orders,
     /// File with the records of the host's programs.
     pub programs_file: Option<ProgramRecords>,
     /// Programs of the host, if there are any.
-    pub programs: Option<ContinuedPrograms>,
+    pub programs: Option<JournaledPrograms>,
 }
 
-impl Continued {
+impl Journaled {
     /// Reads the state in force.
     ///
     /// # Errors
     ///
     /// Fails if no other worker can continue, or a record is damaged.
-    pub fn read(journal: &Journal, kept: &mut Kept) -> Result<Self> {
+    pub fn read(journal: &Journal, kept: &mut Descriptors) -> Result<Self> {
         let what = "The worker before was in a state from which none can continue";
-        ensure!(journal.is_continuable(), what);
+        ensure!(journal.is_adoptable(), what);
         let bytes = journal.committed().context("The journal's state is damaged")?;
         let State { position, memory: memory_number, queue, programs, .. } = parse(&bytes)?;
         let mut take_file = |key| -> Result<Option<ProgramRecords>> {
@@ -98,20 +98,20 @@ impl Continued {
             Ok(file.transpose()?.flatten())
         };
         let (mut file, mut programs_file) = (take_file(Key::QUEUE)?, take_file(Key::PROGRAMS)?);
-        let mut continued_programs = None;
+        let mut journaled_programs = None;
         if programs.number > 0 {
             let file = programs_file.as_mut().context("The record of the programs is missing")?;
-            continued_programs = Some(ContinuedPrograms::read(file, programs.number)?);
+            journaled_programs = Some(JournaledPrograms::read(file, programs.number)?);
         }
         let queue_number = queue.number.max(file.as_ref().map_or(0, ProgramRecords::number));
         let has_position = queue.has_position || queue_number > queue.number;
-        let mut continued = None;
+        let mut journaled = None;
         if has_position || queue.runs {
             let file = file.as_mut().context("The record of the control queue is missing")?;
             ensure!(!file.is_lost(), what);
-            continued = Some(ContinuedQueue::read(file, queue_number)?);
+            journaled = Some(JournaledQueue::read(file, queue_number)?);
         }
-        let (position, memory) = match &mut continued {
+        let (position, memory) = match &mut journaled {
             Some(queue) if has_position => (queue.position, std::mem::take(&mut queue.memory)),
             _ => (position, read_memory(journal, memory_number)?),
         };
@@ -124,10 +124,10 @@ impl Continued {
             queue_number,
             has_queue_position: has_position,
             queue_file: file,
-            queue: continued,
+            queue: journaled,
             orders: queue.orders,
             programs_file,
-            programs: continued_programs,
+            programs: journaled_programs,
         })
     }
 
@@ -152,7 +152,7 @@ impl Continued {
 }
 
 /// Reads a record of guest memory.
-fn read_memory(journal: &Journal, number: u64) -> Result<RunningMemory> {
+fn read_memory(journal: &Journal, number: u64) -> Result<JournaledMemory> {
     let memory = journal.read(Kind::Memory, number);
     let memory = memory.context("The journal's list of guest memory is damaged")?;
     postcard::from_bytes(&memory).context("The journal cannot be read")

@@ -1,7 +1,7 @@
 //! Requests of programs.
 //!
 //! A request stays in its socket until its reply is sent. The state with the reply is recorded
-//! before. A worker that continues finds the request, and carries it out if it is not in the
+//! before. An adopting worker finds the request, and carries it out if it is not in the
 //! record, or else sends the recorded reply. The program drops a reply that it has.
 
 use std::io;
@@ -17,7 +17,7 @@ use programs::front_end::{Mapped, Outcome};
 use super::{Changes, Programs, Source};
 use crate::worker::doorbell;
 use crate::worker::function::Function;
-use crate::worker::journal::kept::Key;
+use crate::worker::journal::descriptors::Key;
 use crate::worker::journal::{Answer, OpenFile};
 
 /// A request, with its number and descriptors.

@@ -32,8 +32,8 @@ pub struct Orders {
 }
 
 impl Orders {
-    /// Continues with the orders of an earlier worker, whose thread has done those up to `done`.
-    pub fn resume(mut self, done: u64) -> Self {
+    /// Adopts the orders of an earlier worker, whose thread has done those up to `done`.
+    pub fn adopt(mut self, done: u64) -> Self {
         self.waiting.retain(|(number, _)| *number > done);
         self.done = done;
         self
@@ -166,8 +166,8 @@ impl Signals {
         lock(&self.orders).clone()
     }
 
-    /// Continues with the orders and the status of an earlier worker.
-    pub fn resume(&self, orders: Orders, status: u32) {
+    /// Adopts the orders and the status of an earlier worker.
+    pub fn adopt(&self, orders: Orders, status: u32) {
         self.status.store(status, Ordering::SeqCst);
         self.show_order(&orders);
         *lock(&self.orders) = orders;
@@ -278,11 +278,11 @@ mod tests {
         assert!(orders.add(start) && orders.add(stop));
         assert_eq!(orders.state(), Some(State::Stopping));
         // The worker before has done the first one.
-        let mut next = orders.clone().resume(1);
+        let mut next = orders.clone().adopt(1);
         assert_eq!(next.waiting, [(2, stop)]);
         assert!(next.add(start));
         // It has done both, and one whose message comes again.
-        let mut next = orders.resume(3);
+        let mut next = orders.adopt(3);
         assert_eq!((next.waiting.len(), next.state()), (0, None));
         assert!(!next.add(start));
         assert!(next.add(stop));

@@ -1,4 +1,4 @@
-//! Recording of a worker's state, and continuing an earlier worker's.
+//! Recording of a worker's state, and adopting an earlier worker's.
 
 use std::os::fd::AsFd;
 
@@ -7,18 +7,18 @@ use event_manager::{EventOps, EventSet};
 use vfio_user_server::session::Interest;
 
 use super::{Attached, Worker, event_set, peer, source, watch};
-use crate::worker::anchored::{Anchored, Resumed};
+use crate::worker::anchored::{Adopted, Anchored};
 use crate::worker::control::ControlConnection;
-use crate::worker::journal::kept::Key;
+use crate::worker::journal::descriptors::Key;
 
 impl Worker {
     /// Begins to record the worker's state, and continues with the connections of an earlier
     /// worker.
-    pub fn resume(&mut self, anchored: Anchored) -> Result<()> {
+    pub fn adopt(&mut self, anchored: Anchored) -> Result<()> {
         let continues = anchored.position().is_some();
-        let Resumed { recorder, session, rewrites_answer, control, programs: resumed } =
-            anchored.resume_connections()?;
-        self.function.resume_recording(recorder, rewrites_answer);
+        let Adopted { recorder, session, rewrites_answer, control, programs: adopted } =
+            anchored.adopt_connections()?;
+        self.function.adopt_recording(recorder, rewrites_answer);
         for (id, socket) in control {
             self.control.insert(id, ControlConnection::new(socket));
             self.next_control = self.next_control.max(id.saturating_add(1));
@@ -31,7 +31,7 @@ impl Worker {
             self.function.inner_mut().on_gpu_event();
         }
         if let Some(programs) = &mut self.programs {
-            programs.resume(&mut self.function, resumed, peer)?;
+            programs.adopt(&mut self.function, adopted, peer)?;
         }
         self.attached =
             session.map(|(session, client)| Attached { session, client, interest: Interest::READ });
@@ -53,7 +53,7 @@ impl Worker {
         }
         self.watch_unmask(ops);
         self.watch_gpu(ops);
-        self.resume_programs(ops);
+        self.adopt_programs(ops);
     }
 
     /// Records the state after an event. A session records each message itself, and programs each

@@ -1,4 +1,4 @@
-//! Progress of a session in its device's journal, and sessions that continue another process'.
+//! Progress of a session in its device's journal, and sessions that are adopted.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -55,11 +55,11 @@ pub(super) struct InSocket {
 }
 
 impl Session {
-    /// Continues the session of a process that has ended, on the same socket. `finished` is the
+    /// Adopts the session of a process that has ended, on the same socket. `finished` is the
     /// number of messages that were finished, `mappings` are the client's DMA mappings.
     ///
     /// Waits for up to 20 ms if the client may have got the reply to a read, to ask it.
-    pub fn resume(
+    pub fn adopt(
         socket: OwnedFd,
         record: SessionRecord,
         finished: u64,
@@ -268,7 +268,7 @@ impl Session {
         if self.progress.is_torn != torn {
             self.progress.is_torn = torn;
             if let Some(journal) = device.journal() {
-                journal.set_continuable(!torn);
+                journal.set_adoptable(!torn);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Continuing with the programs of an earlier worker.
+//! Adoption of an earlier worker's programs.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,17 +8,17 @@ use anyhow::{Context, Result, ensure};
 use cuda_socket::MAX_PACKET;
 use ipc::seqpacket::SeqPacket;
 use mdev_core::ids::Token;
+use programs::change_map::ChangeMap;
 use programs::front_end::StoreId;
 use programs::guest_memory::FreedPages;
-use programs::tracked::Tracked;
 use vgpud_api::AttachedClient;
 
 use super::requests::number_of;
 use super::{Changes, Programs, Source};
-use crate::worker::anchored::{MAX_ATTEMPTS, ResumedPrograms};
+use crate::worker::anchored::{AdoptedPrograms, MAX_ATTEMPTS};
 use crate::worker::function::Function;
-use crate::worker::journal::ContinuedPrograms;
-use crate::worker::journal::kept::{KeptPrograms, Key};
+use crate::worker::journal::JournaledPrograms;
+use crate::worker::journal::descriptors::{Key, ProgramDescriptors};
 
 /// What an earlier worker may have begun.
 #[derive(Debug)]
@@ -42,22 +42,22 @@ fn has_input(socket: &SeqPacket) -> bool {
 }
 
 impl Programs {
-    /// Continues with the programs of an earlier worker. `peer` returns the process of a
+    /// Adopts the programs of an earlier worker. `peer` returns the process of a
     /// connection.
     ///
     /// # Errors
     ///
     /// Fails if the recorded state is damaged, or workers die of it.
-    pub fn resume(
+    pub fn adopt(
         &mut self,
         function: &mut Function,
-        resumed: ResumedPrograms,
+        adopted: AdoptedPrograms,
         peer: impl Fn(&SeqPacket) -> AttachedClient,
     ) -> Result<()> {
-        let ResumedPrograms { recorded, mut kept, served } = resumed;
+        let AdoptedPrograms { recorded, mut kept, served } = adopted;
         self.front_end = self.create_front_end(function)?;
         if let Some(recorded) = recorded {
-            self.resume_recorded(recorded, &mut kept, peer)?;
+            self.adopt_recorded(recorded, &mut kept, peer)?;
             self.start_doorbell(function);
             // The worker before may have seen a ring, and not have passed it on.
             if let Err(error) = function.inner_mut().client().wake(Token(0)) {
@@ -90,15 +90,15 @@ impl Programs {
         Ok(())
     }
 
-    fn resume_recorded(
+    fn adopt_recorded(
         &mut self,
-        recorded: ContinuedPrograms,
-        kept: &mut KeptPrograms,
+        recorded: JournaledPrograms,
+        kept: &mut ProgramDescriptors,
         peer: impl Fn(&SeqPacket) -> AttachedClient,
     ) -> Result<()> {
         let take = &mut |store: StoreId| kept.memory.remove(&store.0);
-        let resumed = self.front_end.adopt(&recorded.front_end, &FreedPages::default(), take);
-        resumed.context("The programs cannot continue")?;
+        let adopted = self.front_end.adopt(&recorded.front_end, &FreedPages::default(), take);
+        adopted.context("The programs cannot continue")?;
         let mut connections = BTreeMap::new();
         for (source, greeted) in recorded.connections {
             let socket = kept.connections.remove(&source.0);
@@ -113,8 +113,8 @@ impl Programs {
             files.insert(source, (file, SeqPacket::from(socket)));
         }
         ensure!(self.front_end.open_files().len() == files.len(), "A file has no program");
-        self.connections = Tracked::unchanged(connections);
-        self.files = Tracked::unchanged(files);
+        self.connections = ChangeMap::unchanged(connections);
+        self.files = ChangeMap::unchanged(files);
         (self.last, self.answer) = (recorded.last, recorded.answer);
         Ok(())
     }

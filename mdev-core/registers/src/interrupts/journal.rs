@@ -1,4 +1,4 @@
-//! State of interrupts, for a process that continues with a running function.
+//! State of interrupts, for the process that adopts the function.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -52,9 +52,9 @@ impl Interrupts {
         intx.chain(unmask).chain(msi)
     }
 
-    /// Continues in a state of another process. `take` returns the eventfds. Signals that the other
+    /// Adopts a state of another process. `take` returns the eventfds. Signals that the other
     /// process may not have delivered are delivered again.
-    pub fn resume(
+    pub fn adopt(
         &mut self,
         state: &InterruptState,
         mut take: impl FnMut(IrqEvent) -> Option<OwnedFd>,

@@ -1,4 +1,4 @@
-//! Recording a vGPU's state, and continuing with the vGPU of an earlier process.
+//! Recording a vGPU's state, and adopting the vGPU of an earlier process.
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,8 +18,8 @@ use super::open::DOORBELL_BYTES;
 use super::{NvidiaClient, ThreadInputs};
 use crate::nvidia::activity::{Activity, LiveAccounting};
 use crate::nvidia::adoption::DAMAGED;
+use crate::nvidia::adoption::descriptors::{self, Descriptors};
 use crate::nvidia::adoption::journal::{Journal, Live};
-use crate::nvidia::adoption::kept::{self, Kept};
 use crate::nvidia::adoption::state::{ClientState, FixedObjects, ProgramsState};
 use crate::nvidia::channels::{self, Channels, LiveChannels, Recorded};
 use crate::nvidia::device::Device;
@@ -85,15 +85,15 @@ impl Position {
 }
 
 impl NvidiaClient {
-    /// Continues with the vGPU of an earlier process from the state with the number `position`.
+    /// Adopts the vGPU of an earlier process from the state with the number `position`.
     /// `connection` is that of the manager which has started the vGPU.
     pub fn adopt(
         rm: Arc<dyn Rm>,
         connection: OwnedFd,
         position: u64,
-        mut files: Kept<'_>,
+        mut files: Descriptors<'_>,
     ) -> Result<Self, GpuError> {
-        let journal = Journal::open(files.take(kept::JOURNAL)?.as_fd())?.ok_or(DAMAGED)?;
+        let journal = Journal::open(files.take(descriptors::JOURNAL)?.as_fd())?.ok_or(DAMAGED)?;
         let (state, programs): (ClientState, ProgramsState) =
             journal.state(position).ok_or(DAMAGED)?;
         state.check(&programs)?;
@@ -108,9 +108,9 @@ impl NvidiaClient {
         let (of_memory, spec) = (&state.memory, &state.grant.spec);
         let mut memory = Memory::adopt(device.clone(), of_memory, &programs, spec, &mut files)?;
         let space = memory.space(SpaceId::DEFAULT)?.space().clone();
-        let exception_event = Arc::new(files.take(kept::EXCEPTION_EVENT)?);
+        let exception_event = Arc::new(files.take(descriptors::EXCEPTION_EVENT)?);
         let accounting: LiveAccounting = journal.live(Live::Accounting).unwrap_or_default();
-        let guest_doorbell = files.take(kept::GUEST_DOORBELL)?;
+        let guest_doorbell = files.take(descriptors::GUEST_DOORBELL)?;
         let shared = adopt_state(
             &device,
             (&state, &programs),
@@ -120,15 +120,15 @@ impl NvidiaClient {
             (&mut memory, &mut files),
         )?;
         if let Some(poller) = &shared.poller {
-            poller.set_program_page(kept::map(&guest_doorbell, DOORBELL_BYTES, true)?);
+            poller.set_program_page(descriptors::map(&guest_doorbell, DOORBELL_BYTES, true)?);
         }
-        let manager = files.find(kept::MANAGER).unwrap_or(connection);
-        let event = |vector| Some((vector, files.find(kept::vector(vector))?));
+        let manager = files.find(descriptors::MANAGER).unwrap_or(connection);
+        let event = |vector| Some((vector, files.find(descriptors::vector(vector))?));
         let vectors = (0..VECTORS).filter_map(event).collect();
         let thread_inputs = ThreadInputs {
             manager: SeqPacket::from(manager),
-            fault_event: files.take(kept::FAULT_EVENT)?,
-            interrupt_event: files.take(kept::INTERRUPT_EVENT)?,
+            fault_event: files.take(descriptors::FAULT_EVENT)?,
+            interrupt_event: files.take(descriptors::INTERRUPT_EVENT)?,
             exception_event,
             vectors,
             closing: accounting.closing,
@@ -197,11 +197,11 @@ fn adopt_device(
     layout: Layout,
     state: &ClientState,
     journal: &Arc<Journal>,
-    files: &mut Kept<'_>,
+    files: &mut Descriptors<'_>,
 ) -> Result<Arc<Device>, GpuError> {
     let client = AdoptedClient {
-        control: files.take(kept::CONTROL)?,
-        gpu: files.take(kept::GPU)?,
+        control: files.take(descriptors::CONTROL)?,
+        gpu: files.take(descriptors::GPU)?,
         minor: state.grant.card.minor,
         root: state.root,
         next_handle: state.next_handle,
@@ -217,17 +217,17 @@ fn adopt_device(
     Ok(device)
 }
 
-/// Continues with the state that the threads share.
+/// Adopts the state that the threads share.
 fn adopt_state(
     device: &Arc<Device>,
     (state, programs): (&ClientState, &ProgramsState),
     accounting: &LiveAccounting,
     journal: Arc<Journal>,
     exception_event: &Arc<OwnedFd>,
-    (memory, files): (&mut Memory, &mut Kept<'_>),
+    (memory, files): (&mut Memory, &mut Descriptors<'_>),
 ) -> Result<VgpuState, GpuError> {
     let options = state.grant.options;
-    let doorbell = kept::map(&files.take(kept::DOORBELL)?, PAGE_SIZE, true)?;
+    let doorbell = descriptors::map(&files.take(descriptors::DOORBELL)?, PAGE_SIZE, true)?;
     let (live, reported): (LiveChannels, Vec<Exception>) =
         journal.live(Live::Channels).ok_or(DAMAGED)?;
     if live.evicted {
@@ -254,7 +254,7 @@ fn adopt_state(
         poller.wakeups.store(wakeups, Ordering::Relaxed);
     }
     let notifiers = (0_u32..).zip(&state.fixed.notifiers).map(|(index, handle)| {
-        Notifier::adopt(device, *handle, kept::notifier(index), files).map(Arc::new)
+        Notifier::adopt(device, *handle, descriptors::notifier(index), files).map(Arc::new)
     });
     let notifiers: Vec<_> = notifiers.collect::<Result<_, _>>()?;
     let channel_options = channels::Options {
@@ -281,7 +281,7 @@ fn adopt_state(
         memory,
     )?;
     let shared = VgpuState::new(channels, poller, ctxsw_log, switch_probe, journal)?;
-    *shared.activity() = Activity::continued(accounting);
+    *shared.activity() = Activity::adopted(accounting);
     shared.record_accounting(accounting.closing);
     // What the process before had taken, and not passed on, is pending again.
     shared.signals.raise(Pending::NONSTALL | Pending::CHANNEL_ERROR);

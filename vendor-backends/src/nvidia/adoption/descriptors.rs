@@ -1,11 +1,11 @@
-//! Descriptors that are kept for the worker that continues, by number.
+//! Descriptors that are kept for the adopting worker, by number.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ipc::mem::Mapping;
-use mdev_core::gpu::{GpuError, KeptDescriptor};
+use mdev_core::gpu::{AnchoredDescriptor, GpuError};
 use mdev_core::ids::MemoryId;
 
 use super::DAMAGED;
@@ -85,16 +85,16 @@ impl ToKeep {
     }
 
     /// Returns what was kept and forgotten since the last call.
-    pub fn take(&self) -> Vec<KeptDescriptor> {
+    pub fn take(&self) -> Vec<AnchoredDescriptor> {
         let all = std::mem::take(&mut *self.all());
-        all.into_iter().map(|(number, fd)| KeptDescriptor { number, fd }).collect()
+        all.into_iter().map(|(number, fd)| AnchoredDescriptor { number, fd }).collect()
     }
 }
 
 /// Descriptors that an earlier worker has kept.
-pub struct Kept<'a>(pub &'a mut dyn FnMut(u64) -> Option<OwnedFd>);
+pub struct Descriptors<'a>(pub &'a mut dyn FnMut(u64) -> Option<OwnedFd>);
 
-impl Kept<'_> {
+impl Descriptors<'_> {
     /// Takes a descriptor, if it was kept.
     pub fn find(&mut self, number: u64) -> Option<OwnedFd> {
         (self.0)(number)
@@ -106,9 +106,9 @@ impl Kept<'_> {
     }
 }
 
-impl std::fmt::Debug for Kept<'_> {
+impl std::fmt::Debug for Descriptors<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Kept")
+        f.write_str("Descriptors")
     }
 }
 

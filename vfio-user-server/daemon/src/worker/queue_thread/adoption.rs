@@ -1,4 +1,4 @@
-//! Continuing with the control queue of an earlier worker.
+//! Adoption of an earlier worker's control queue.
 
 use anyhow::{Context, Result};
 use mdev_core::abi::queue::{self, State};
@@ -10,7 +10,7 @@ use programs::front_end::FrontEndSpec;
 
 use super::{Orders, QueueRecords, lock};
 use crate::worker::front_end;
-use crate::worker::journal::{ContinuedQueue, QueueRecorder};
+use crate::worker::journal::{JournaledQueue, QueueRecorder};
 
 impl QueueRecords {
     /// Records what the thread does from now on.
@@ -18,23 +18,23 @@ impl QueueRecords {
         lock(&self.served).recorder = Some(recorder);
     }
 
-    /// Continues with the orders of an earlier worker, and with its queue if one runs. The thread
+    /// Adopts the orders of an earlier worker, and with its queue if one runs. The thread
     /// works from [`Self::begin_work`] on.
     ///
     /// # Errors
     ///
     /// Fails if the recorded state is damaged.
-    pub fn resume(
+    pub fn adopt(
         &mut self,
         orders: Orders,
-        continued: Option<ContinuedQueue>,
+        continued: Option<JournaledQueue>,
         spec: &FrontEndSpec,
         client: &SharedClient,
         memory: &SharedGuestMemory,
     ) -> Result<()> {
         self.gate.hold();
-        let Some(ContinuedQueue { done, status, queue, is_held, .. }) = continued else {
-            self.signals.resume(orders.resume(0), State::Off as u32);
+        let Some(JournaledQueue { done, status, queue, is_held, .. }) = continued else {
+            self.signals.adopt(orders.adopt(0), State::Off as u32);
             return Ok(());
         };
         self.is_held = is_held;
@@ -42,8 +42,8 @@ impl QueueRecords {
         served.done = done;
         if let Some((state, changes)) = queue {
             let front_end = front_end::create(spec)?;
-            let resumed = ControlQueue::adopt(front_end, &changes, state, memory.clone());
-            served.queue = Some(resumed.context("The control queue cannot continue")?);
+            let adopted = ControlQueue::adopt(front_end, &changes, state, memory.clone());
+            served.queue = Some(adopted.context("The control queue cannot continue")?);
             served.repeats = status == queue::status(State::Running, None);
             let mut client = client.lock();
             served.start_watch(&self.signals, &mut **client);
@@ -53,7 +53,7 @@ impl QueueRecords {
             }
         }
         drop(served);
-        self.signals.resume(orders.resume(done), status);
+        self.signals.adopt(orders.adopt(done), status);
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! Channels that another process continues: their records, and channels of an earlier process.
+//! Channels in a journal, and adoption of those of an earlier process.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -47,7 +47,7 @@ pub struct Recorded<'a> {
 }
 
 impl Channels {
-    /// Continues with the channels of an earlier process, whose error notifiers are `notifiers`.
+    /// Adopts the channels of an earlier process, whose error notifiers are `notifiers`.
     pub fn adopt(
         device: Arc<Device>,
         doorbell: Arc<Mapping>,
@@ -94,7 +94,7 @@ impl Channels {
         let free = notifiers.iter().filter(is_free).cloned().collect();
         channels.free_notifiers = free;
         channels.tear_down_freed();
-        channels.resume_live(live, used)?;
+        channels.adopt_work(live, used)?;
         Ok(channels)
     }
 
@@ -201,8 +201,8 @@ impl Channels {
         self.left_over = LeftOver::default();
     }
 
-    /// Continues with errors, gate and slices, and rings for what may not have been rung for.
-    fn resume_live(&mut self, live: &LiveChannels, used: &[ChannelId]) -> Result<(), GpuError> {
+    /// Adopts errors, gate and slices, and rings for what may not have been rung for.
+    fn adopt_work(&mut self, live: &LiveChannels, used: &[ChannelId]) -> Result<(), GpuError> {
         for LiveChannel { id, error, error_info, disabled, resumption } in &live.channels {
             if let Some(channel) = self.by_id.get_mut(id) {
                 (channel.error, channel.error_info) = (*error, *error_info);
@@ -248,7 +248,7 @@ impl Channels {
         }
     }
 
-    /// Returns the state for a process that continues, and adds what programs have to `programs`.
+    /// Returns the state for the adopting process, and adds what programs have to `programs`.
     pub fn state(&self, programs: &mut ProgramsState) -> Option<ChannelsState> {
         let handle = |object: &Arc<Object>| object.handle();
         let of_programs = self.groups.iter().filter_map(|group| {

@@ -1,4 +1,4 @@
-//! State of a running function, from which another process continues when this one has ended.
+//! State of a running function, from which another process adopts it when this one has ended.
 //!
 //! It differs from a [saved vGPU](super::saved): the GPU, guest memory and eventfds are the same
 //! before and after, and nothing stops. The state comes from a process of the same vGPU. It is
@@ -12,19 +12,19 @@ use serde::{Deserialize, Serialize};
 
 use super::mailbox::Answer;
 use super::{Scanout, Traps, VirtualFunction};
-use crate::gpu::{Continuation, GpuError, KeptDescriptor};
+use crate::gpu::{Adoption, AnchoredDescriptor, GpuError};
 use crate::ids::GuestPa;
-use crate::mem::RunningMemory;
+use crate::mem::JournaledMemory;
 
 /// State of a running function without guest memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RunningFunction<'a> {
+pub struct JournaledFunction<'a> {
     #[serde(borrow, with = "serde_bytes")]
     config: Cow<'a, [u8]>,
     #[serde(borrow, with = "serde_bytes")]
     control: Cow<'a, [u8]>,
     #[serde(borrow)]
-    display: Option<RunningDisplay<'a>>,
+    display: Option<JournaledDisplay<'a>>,
     irq: InterruptState,
     scanout: Scanout,
     traps: Traps,
@@ -39,7 +39,7 @@ pub struct RunningFunction<'a> {
 
 /// State of a display head.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct RunningDisplay<'a> {
+pub(super) struct JournaledDisplay<'a> {
     #[serde(borrow, with = "serde_bytes")]
     pub registers: Cow<'a, [u8]>,
     pub attribute_data: bool,
@@ -56,22 +56,22 @@ pub enum Descriptor {
 }
 
 impl VirtualFunction {
-    /// Returns the position of the client, if another process can continue with it.
+    /// Returns the position of the client, if another process can adopt it.
     pub fn position(&self) -> Option<u64> {
-        self.client.lock().continuation()?.position()
+        self.client.lock().adoption()?.position()
     }
 
-    /// Returns what is to be kept for the process that continues ([`Continuation::take_kept`]).
-    pub fn take_kept(&self) -> Vec<KeptDescriptor> {
-        self.client.lock().continuation().map(Continuation::take_kept).unwrap_or_default()
+    /// Returns what is to be kept for the adopting process ([`Adoption::take_descriptors`]).
+    pub fn take_descriptors(&self) -> Vec<AnchoredDescriptor> {
+        self.client.lock().adoption().map(Adoption::take_descriptors).unwrap_or_default()
     }
 
     /// Returns the state.
-    pub fn running(&self) -> RunningFunction<'_> {
-        RunningFunction {
+    pub fn journaled(&self) -> JournaledFunction<'_> {
+        JournaledFunction {
             config: self.config.bank().image().into(),
             control: self.control.bank().image().into(),
-            display: self.display.as_ref().map(super::display::Display::running),
+            display: self.display.as_ref().map(super::display::Display::journaled),
             irq: self.irq.state(),
             scanout: self.last_scanout,
             traps: self.traps,
@@ -97,40 +97,40 @@ impl VirtualFunction {
     }
 
     /// Returns the mappings of guest memory.
-    pub fn running_memory(&self) -> RunningMemory {
-        self.memory.lock().running()
+    pub fn journaled_memory(&self) -> JournaledMemory {
+        self.memory.lock().journaled()
     }
 
-    /// Passes on the client's descriptors that [`Self::resume_running`] takes.
+    /// Passes on the client's descriptors that [`Self::adopt`] takes.
     pub fn descriptors(&self, mut keep: impl FnMut(Descriptor, BorrowedFd<'_>)) {
         let memory = self.memory.lock();
         memory.files().for_each(|(address, file)| keep(Descriptor::Memory(address), file));
         self.irq.events().for_each(|(event, fd)| keep(Descriptor::Event(event), fd));
     }
 
-    /// Notes that [`Self::running`] and [`Self::running_memory`] are recorded.
+    /// Notes that [`Self::journaled`] and [`Self::journaled_memory`] are recorded.
     pub fn recorded(&self) {
-        if let Some(continuation) = self.client.lock().continuation() {
-            continuation.record();
+        if let Some(adoption) = self.client.lock().adoption() {
+            adoption.record();
         }
     }
 
-    /// Continues in a state of another process, with its mappings. `take` returns the descriptors
+    /// Adopts a state of another process, with its mappings. `take` returns the descriptors
     /// that it has kept. Makes no request to the GPU: the first one repeats the other process'.
     ///
     /// # Errors
     ///
     /// Fails if the process cannot start the thread that signals eventfds.
-    pub fn resume_running(
+    pub fn adopt(
         &mut self,
-        state: &RunningFunction<'_>,
-        memory: &RunningMemory,
+        state: &JournaledFunction<'_>,
+        memory: &JournaledMemory,
         mut take: impl FnMut(Descriptor) -> Option<OwnedFd>,
     ) -> Result<(), GpuError> {
         self.config.set_image(&state.config);
         self.control.set_image(&state.control);
         if let (Some(display), Some(state)) = (&mut self.display, &state.display) {
-            display.resume(state);
+            display.adopt(state);
         }
         self.traps = state.traps;
         self.last_scanout = state.scanout;
@@ -141,9 +141,9 @@ impl VirtualFunction {
         self.paused = state.paused;
         self.pristine = state.pristine;
         self.answer = state.answer.clone().map(Cow::into_owned);
-        self.memory.lock().resume(memory, |address| take(Descriptor::Memory(address)));
-        let resumed = self.irq.resume(&state.irq, |event| take(Descriptor::Event(event)));
-        resumed.map_err(|error| GpuError::Io(std::io::Error::other(error.to_string())))?;
+        self.memory.lock().adopt(memory, |address| take(Descriptor::Memory(address)));
+        let adopted = self.irq.adopt(&state.irq, |event| take(Descriptor::Event(event)));
+        adopted.map_err(|error| GpuError::Io(std::io::Error::other(error.to_string())))?;
         self.connect_msi_to_queue();
         Ok(())
     }

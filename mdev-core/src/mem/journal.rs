@@ -1,4 +1,4 @@
-//! Guest memory of a running VM, for a process that continues with it.
+//! Guest memory of a running VM, for the process that adopts it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -10,16 +10,16 @@ use crate::ids::{GuestPa, MemoryId};
 
 /// Mappings and their imports, without the files.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RunningMemory {
+pub struct JournaledMemory {
     /// Mappings, by address.
-    pub maps: Vec<RunningMap>,
+    pub maps: Vec<JournaledMap>,
     /// Imports of parts of mappings, by address.
-    pub parts: Vec<RunningPart>,
+    pub parts: Vec<JournaledPart>,
 }
 
 /// A mapping without its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RunningMap {
+pub struct JournaledMap {
     /// Guest-physical address.
     pub address: GuestPa,
     /// Length in bytes.
@@ -34,7 +34,7 @@ pub struct RunningMap {
 
 /// Import of a part of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RunningPart {
+pub struct JournaledPart {
     /// Guest-physical address.
     pub address: GuestPa,
     /// Length in bytes.
@@ -50,11 +50,11 @@ impl GuestMemory {
     }
 
     /// Returns the mappings and their imports.
-    pub fn running(&self) -> RunningMemory {
-        let mut running = RunningMemory::default();
+    pub fn journaled(&self) -> JournaledMemory {
+        let mut running = JournaledMemory::default();
         for (start, map) in &self.maps {
             let whole = map.imports.get(&0).filter(|import| import.len == map.size);
-            running.maps.push(RunningMap {
+            running.maps.push(JournaledMap {
                 address: GuestPa(*start),
                 size: map.size,
                 access: map.access,
@@ -62,7 +62,7 @@ impl GuestMemory {
                 import: whole.map(|import| import.memory),
             });
             let parts = map.imports.iter().filter(|_| whole.is_none());
-            running.parts.extend(parts.map(|(offset, import)| RunningPart {
+            running.parts.extend(parts.map(|(offset, import)| JournaledPart {
                 address: GuestPa(start + offset),
                 len: import.len,
                 import: import.memory,
@@ -77,26 +77,26 @@ impl GuestMemory {
         files.filter_map(|(start, file)| Some((GuestPa(start), file?.0.as_fd())))
     }
 
-    /// Continues with the mappings of another process. `take` returns their files. A mapping that
+    /// Adopts the mappings of another process. `take` returns their files. A mapping that
     /// cannot be made is left out, and logged.
-    pub fn resume(
+    pub fn adopt(
         &mut self,
-        memory: &RunningMemory,
+        memory: &JournaledMemory,
         mut take: impl FnMut(GuestPa) -> Option<OwnedFd>,
     ) {
         for map in &memory.maps {
-            let RunningMap { address, size, access, offset, import } = *map;
+            let JournaledMap { address, size, access, offset, import } = *map;
             if let Err(error) = self.map(address, size, access, take(address).zip(offset)) {
                 log::warn!("Guest memory of the process before is lost: {error}");
             } else if let Some(import) = import {
-                self.resume_import(RunningPart { address, len: size, import });
+                self.adopt_import(JournaledPart { address, len: size, import });
             }
         }
-        memory.parts.iter().for_each(|part| self.resume_import(*part));
+        memory.parts.iter().for_each(|part| self.adopt_import(*part));
     }
 
     /// Takes up an import that is inside a mapping and overlaps no other.
-    fn resume_import(&mut self, RunningPart { address, len, import }: RunningPart) {
+    fn adopt_import(&mut self, JournaledPart { address, len, import }: JournaledPart) {
         let found = self.maps.range_mut(..=address.0).next_back();
         let Some((start, map)) = found else { return };
         let offset = address.0 - start;

@@ -5,7 +5,7 @@ use std::ops::Deref;
 
 /// Map that notes the keys of entries that may have changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tracked<K, V> {
+pub struct ChangeMap<K, V> {
     entries: BTreeMap<K, V>,
     changed: BTreeSet<K>,
 }
@@ -23,13 +23,13 @@ pub fn apply<K: Ord, V>(entries: &mut BTreeMap<K, V>, changes: Vec<Changed<K, V>
     }
 }
 
-impl<K, V> Default for Tracked<K, V> {
+impl<K, V> Default for ChangeMap<K, V> {
     fn default() -> Self {
         Self { entries: BTreeMap::new(), changed: BTreeSet::new() }
     }
 }
 
-impl<K: Ord + Copy, V> Tracked<K, V> {
+impl<K: Ord + Copy, V> ChangeMap<K, V> {
     /// Returns a map with these entries, none of which has changed.
     pub fn unchanged(entries: BTreeMap<K, V>) -> Self {
         Self { entries, changed: BTreeSet::new() }
@@ -86,7 +86,7 @@ impl<K: Ord + Copy, V> Tracked<K, V> {
     }
 }
 
-impl<K, V> Deref for Tracked<K, V> {
+impl<K, V> Deref for ChangeMap<K, V> {
     type Target = BTreeMap<K, V>;
 
     fn deref(&self) -> &Self::Target {
@@ -106,7 +106,7 @@ mod tests {
         fn changes_lead_from_one_state_to_the_next(
             steps in proptest::collection::vec((0_u8..6, 0_u32..9, any::<u16>()), 0..60),
         ) {
-            let (mut map, mut copy) = (Tracked::default(), BTreeMap::new());
+            let (mut map, mut copy) = (ChangeMap::default(), BTreeMap::new());
             for (what, key, value) in steps {
                 match what {
                     0 | 1 => {

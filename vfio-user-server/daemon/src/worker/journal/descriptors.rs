@@ -1,4 +1,4 @@
-//! Descriptors that the anchor keeps for the worker that continues.
+//! Descriptors that the anchor keeps for the adopting worker.
 //!
 //! The worker has a socket to its anchor. It sends each descriptor before it records a state that
 //! needs it, and drops one after it has recorded a state that does not.
@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 use ipc::seqpacket::SeqPacket;
 use mdev_core::device::Descriptor;
-use mdev_core::gpu::KeptDescriptor;
+use mdev_core::gpu::AnchoredDescriptor;
 use pci_registers::interrupts::IrqEvent;
 
 /// Limit of kept descriptors. A vGPU has either a VM, with its memory, or programs.
-pub const MAX_KEPT: usize = mdev_core::mem::MAX_MAPS + 64 + MAX_OF_CLIENT;
+pub const MAX_DESCRIPTORS: usize = mdev_core::mem::MAX_MAPS + 64 + MAX_OF_CLIENT;
 /// Limit of descriptors of the host's programs: connections, open files and memory.
 pub const MAX_OF_PROGRAMS: usize = mdev_core::mem::MAX_MAPS;
 /// Descriptors of a client of the GPU: of each channel, and of guest memory that it has imported.
@@ -160,14 +160,14 @@ impl Message {
 
 /// Descriptors by key.
 #[derive(Debug, Default)]
-pub struct Kept(BTreeMap<Key, OwnedFd>);
+pub struct Descriptors(BTreeMap<Key, OwnedFd>);
 
-impl Kept {
+impl Descriptors {
     /// Carries out a worker's message. Returns false if it is not allowed.
     pub fn apply(&mut self, message: Message, fd: Option<OwnedFd>) -> bool {
         match (message, fd) {
             (Message::Keep(key), Some(fd)) => {
-                if self.0.len() >= MAX_KEPT && !self.0.contains_key(&key) {
+                if self.0.len() >= MAX_DESCRIPTORS && !self.0.contains_key(&key) {
                     foreign_fds::close(fd);
                     return false;
                 }
@@ -232,14 +232,14 @@ impl Kept {
     }
 
     /// Takes what the host's programs have.
-    pub fn take_programs(&mut self) -> KeptPrograms {
+    pub fn take_programs(&mut self) -> ProgramDescriptors {
         let mut take = |kind| -> BTreeMap<u32, OwnedFd> {
             let found = self.take_where(|key| key.number_of(kind).is_some());
             found.into_iter().filter_map(|(key, fd)| Some((key.number_of(kind)?, fd))).collect()
         };
         let (connections, files, memory) = (take(9), take(10), take(11));
         let reply = take(12).into_values().collect();
-        KeptPrograms { connections, files, memory, reply }
+        ProgramDescriptors { connections, files, memory, reply }
     }
 
     /// Returns the keys.
@@ -250,7 +250,7 @@ impl Kept {
 
 /// Descriptors of the host's programs, by their numbers.
 #[derive(Debug, Default)]
-pub struct KeptPrograms {
+pub struct ProgramDescriptors {
     /// Connections.
     pub connections: BTreeMap<u32, OwnedFd>,
     /// Open files.
@@ -261,7 +261,7 @@ pub struct KeptPrograms {
     pub reply: Vec<OwnedFd>,
 }
 
-impl KeptPrograms {
+impl ProgramDescriptors {
     /// Returns the keys, except for those of the reply.
     pub fn keys(&self) -> impl Iterator<Item = Key> {
         let connections = self.connections.keys().map(|number| Key::connection(*number));
@@ -301,8 +301,8 @@ impl Anchor {
     ///
     /// An NVIDIA client has a file for each of its channels. Closing its own files, eventfds and
     /// memory never waits, so they do not count as files that cannot be closed.
-    pub fn keep_of_client(&mut self, kept: Vec<KeptDescriptor>) {
-        for KeptDescriptor { number, fd } in kept {
+    pub fn keep_for_client(&mut self, kept: Vec<AnchoredDescriptor>) {
+        for AnchoredDescriptor { number, fd } in kept {
             let key = Key::client(number);
             match fd {
                 Some(fd) => self.keep(key, fd.as_fd()),
@@ -364,7 +364,7 @@ mod tests {
 
     #[test]
     fn descriptors_are_kept_until_they_are_dropped() {
-        let mut kept = Kept::default();
+        let mut kept = Descriptors::default();
         let memory = [Key::memory(0), Key::memory(u64::MAX)];
         let event = Key::event(IrqEvent::Msi(3));
         for key in [Key::SESSION, event, memory[0], memory[1], Key::control(u32::MAX)] {
@@ -383,7 +383,7 @@ mod tests {
 
     #[test]
     fn what_programs_have_is_taken_by_its_kind() {
-        let mut kept = Kept::default();
+        let mut kept = Descriptors::default();
         let keys = [
             Key::connection(7),
             Key::file(7),
@@ -406,23 +406,23 @@ mod tests {
 
     #[test]
     fn a_new_worker_gets_all_descriptors() {
-        let mut kept = Kept::default();
+        let mut kept = Descriptors::default();
         for number in 0..200 {
             assert!(kept.apply(Message::Keep(Key::memory(number << 12)), Some(file())));
         }
         let (anchor, worker) = SeqPacket::pair().unwrap();
         let sent = std::thread::spawn(move || kept.send(&anchor));
-        assert_eq!(Kept::receive(&worker).unwrap().keys().count(), 200);
+        assert_eq!(Descriptors::receive(&worker).unwrap().keys().count(), 200);
         sent.join().unwrap().unwrap();
     }
 
     #[test]
     fn files_of_a_client_do_not_count_as_files_that_cannot_be_closed() {
         let (socket, other) = SeqPacket::pair().unwrap();
-        let anchor = std::thread::spawn(move || Kept::receive(&other));
+        let anchor = std::thread::spawn(move || Descriptors::receive(&other));
         let mut worker = Anchor::new(socket);
-        let kept = |number| KeptDescriptor { number, fd: Some(file()) };
-        worker.keep_of_client((0..1000).map(kept).collect());
+        let kept = |number| AnchoredDescriptor { number, fd: Some(file()) };
+        worker.keep_for_client((0..1000).map(kept).collect());
         assert!(!foreign_fds::is_exhausted(), "a VM would be refused");
         worker.send(Message::END, &[]);
         assert_eq!(anchor.join().unwrap().unwrap().keys().count(), 1000);
