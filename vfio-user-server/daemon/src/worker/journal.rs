@@ -6,7 +6,7 @@
 //! * `program_records`: records of programs; `queue_recorder`: recording those of a VM by the
 //!   control queue's thread; `programs_recorder`: those of the host; `program_memory`: their
 //!   descriptors
-//! * [`kept`]: descriptors that the anchor keeps
+//! * [`descriptors`]: descriptors that the anchor keeps
 
 pub mod descriptors;
 mod layout;
