@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 /// Limit of the wait for the other end.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes that are passed on together.
 const BUFFER: usize = 256 << 10;
 /// Pieces that wait for the other end.
@@ -49,7 +49,7 @@ where
 {
     let mut piece = Vec::with_capacity(BUFFER);
     loop {
-        let frame = match timeout(PATIENCE, body.frame()).await {
+        let frame = match timeout(PEER_TIMEOUT, body.frame()).await {
             Ok(Some(frame)) => frame.map_err(io::Error::other),
             Ok(None) => break,
             Err(_) => Err(io::ErrorKind::TimedOut.into()),
@@ -104,7 +104,7 @@ pub fn body_writer() -> (BufWriter<BodyWriter>, Channel<Bytes, io::Error>) {
 impl Write for BodyWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let piece = Bytes::copy_from_slice(bytes);
-        let sent = async { timeout(PATIENCE, self.sender.send_data(piece)).await };
+        let sent = async { timeout(PEER_TIMEOUT, self.sender.send_data(piece)).await };
         let sent = self.runtime.block_on(sent).map_err(|_| io::ErrorKind::TimedOut)?;
         sent.map_err(|_| io::ErrorKind::BrokenPipe)?;
         Ok(bytes.len())

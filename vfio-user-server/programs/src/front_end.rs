@@ -183,5 +183,5 @@ pub struct Changes {
 
 /// A recorded state contradicts itself, or is beyond a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("The recorded state of the programs is damaged")]
-pub struct Damaged;
+#[error("The recorded state of the programs is damaged: {0}")]
+pub struct Damaged(pub &'static str);

@@ -61,7 +61,7 @@ impl State {
     pub(super) fn follow(changes: &[Vec<u8>]) -> Result<Self, Damaged> {
         let mut state = Self::default();
         for one in changes {
-            state.apply(postcard::from_bytes(one).map_err(|_| Damaged)?);
+            state.apply(postcard::from_bytes(one).map_err(|_| Damaged("it cannot be read"))?);
         }
         Ok(state)
     }
@@ -139,7 +139,7 @@ impl NvidiaFrontEnd {
         take_file: &mut dyn FnMut(StoreId) -> Option<OwnedFd>,
     ) -> Result<(), Damaged> {
         if !state.is_valid() {
-            return Err(Damaged);
+            return Err(Damaged("its files and objects do not belong together"));
         }
         let State { files, empty, external, clients, objects, memory, .. } = state;
         let stores = objects.values().filter_map(|object| match object.kind {

@@ -14,6 +14,11 @@ use super::{MAX_STORES, Mapped, Memories, Place, Store};
 use crate::nvidia::frontend::file_memory::{FileMemory, FilePart};
 use crate::nvidia::frontend::video_memory::Extent;
 
+const OVERLAP: Damaged = Damaged("mappings overlap");
+const WRONG_FILE: Damaged = Damaged("memory is not in its file");
+const WRONG_PAGES: Damaged = Damaged("pages of the VM are impossible");
+const WRONG_LENGTH: Damaged = Damaged("memory has another length, or is beyond the limit");
+
 /// A store without its references, which objects and mappings determine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreState {
@@ -142,7 +147,7 @@ impl Memories {
     ) -> Result<(), Damaged> {
         let MemoryState { last_store, stores, mappings } = state;
         if stores.len() > MAX_STORES || mappings.len() > MAX_STORES {
-            return Err(Damaged);
+            return Err(Damaged("it has too much memory"));
         }
         let last = stores.keys().next_back().map_or(0, |StoreId(last)| *last);
         self.last_store = last_store.max(last);
@@ -152,16 +157,17 @@ impl Memories {
         }
         let mut adopted = BTreeMap::new();
         for (id, state) in stores {
-            let references = references.remove(&id).ok_or(Damaged)?;
+            let references =
+                references.remove(&id).ok_or(Damaged("memory belongs to no object"))?;
             adopted.insert(id, self.adopt_store(id, state, references, parts)?);
         }
         if !references.is_empty() {
-            return Err(Damaged);
+            return Err(Damaged("an object has no memory"));
         }
         let mut end_before = (SpaceId::DEFAULT, 0);
         for (&(space, va), Mapped { len, .. }) in &mappings {
             let end = va.checked_add(*len).filter(|end| *len > 0 && *end <= CREATED_VA_END);
-            let end = end.filter(|_| space != end_before.0 || va >= end_before.1).ok_or(Damaged)?;
+            let end = end.filter(|_| space != end_before.0 || va >= end_before.1).ok_or(OVERLAP)?;
             end_before = (space, end);
         }
         self.stores = ChangeMap::unchanged(adopted);
@@ -188,7 +194,7 @@ impl Memories {
                 let total = extents.iter().try_fold(0_u64, |sum, part| sum.checked_add(part.len));
                 let taken = extents.iter().all(|extent| self.partition.take_again(*extent));
                 if total != Some(len) || !taken {
-                    return Err(Damaged);
+                    return Err(Damaged("video memory is used twice"));
                 }
                 Place::Partition(extents)
             }
@@ -198,12 +204,12 @@ impl Memories {
             }
             PlaceState::System(ranges) => {
                 system = len;
-                let file = (parts.take_file)(id).ok_or(Damaged)?;
-                Place::System(FileMemory::adopt(file, &ranges).ok_or(Damaged)?)
+                let file = (parts.take_file)(id).ok_or(Damaged("a file of memory is missing"))?;
+                Place::System(FileMemory::adopt(file, &ranges).ok_or(WRONG_FILE)?)
             }
             PlaceState::Guest(id, ranges) => {
                 system = len;
-                Place::Guest(GuestPages::new(id, ranges, parts.freed).ok_or(Damaged)?)
+                Place::Guest(GuestPages::new(id, ranges, parts.freed).ok_or(WRONG_PAGES)?)
             }
             PlaceState::Doorbell => Place::Doorbell,
             PlaceState::LaunchRegion => Place::LaunchRegion,
@@ -214,9 +220,10 @@ impl Memories {
             _ => len,
         };
         let used = self.used_video.checked_add(video).filter(|used| *used <= self.video_bytes());
-        self.used_video = used.filter(|_| bytes == len).ok_or(Damaged)?;
+        self.used_video = used.filter(|_| bytes == len).ok_or(WRONG_LENGTH)?;
         let used = self.system_bytes.checked_add(system);
-        self.system_bytes = used.filter(|used| *used <= self.max_system_bytes).ok_or(Damaged)?;
+        self.system_bytes =
+            used.filter(|used| *used <= self.max_system_bytes).ok_or(WRONG_LENGTH)?;
         Ok(Store { references, len, place, gpu_caches })
     }
 }

@@ -135,8 +135,11 @@ impl Worker {
         let Some(programs) = &mut self.programs else { return };
         // What the worker before had taken, and not passed on, is pending again.
         programs.on_gpu_event(&mut self.function, Pending::NONSTALL | Pending::CHANNEL_ERROR);
-        for socket in arrived {
+        for (source, socket) in arrived {
             self.admit_program(ops, socket);
+            if let Some(programs) = &self.programs {
+                programs.end_arrival(&mut self.function, source);
+            }
         }
     }
 

@@ -336,7 +336,14 @@ impl ProgramsRecorder {
         for &store in &changes.stores {
             let key = Key::program_memory(store.0);
             match state.file(store) {
-                Some(file) => kept.keep(key, file),
+                Some(file) => {
+                    // The worker before may have passed it on for the request that this one has
+                    // repeated. From now on, a state needs it.
+                    if kept.unfinished.remove(&store.0).is_some() {
+                        kept.keys.remove(&key);
+                    }
+                    kept.keep(key, file);
+                }
                 None => kept.drop_later(key),
             }
         }
@@ -390,6 +397,50 @@ mod tests {
         fn file(&self, _store: StoreId) -> Option<BorrowedFd<'_>> {
             None
         }
+    }
+
+    /// Programs with one store of memory, which has changed.
+    struct Store(std::fs::File);
+
+    impl ProgramState for Store {
+        fn last(&self) -> Source {
+            Source(1)
+        }
+
+        fn answer(&self) -> Option<&Answer> {
+            None
+        }
+
+        fn take_changes(&mut self) -> Option<ProgramChanges> {
+            Some(self.all())
+        }
+
+        fn all(&self) -> ProgramChanges {
+            let (connections, files) = (Vec::new(), Vec::new());
+            ProgramChanges { connections, files, front_end: None, stores: vec![StoreId(7)] }
+        }
+
+        fn file(&self, store: StoreId) -> Option<BorrowedFd<'_>> {
+            (store == StoreId(7)).then(|| self.0.as_fd())
+        }
+    }
+
+    /// A program has registered memory of its own, and a worker has died between passing its file
+    /// on and the record.
+    #[test]
+    fn a_programs_file_stays_when_its_request_is_repeated() {
+        let (mut recorder, anchor) = recorder();
+        let open = |path: &str| std::fs::File::open(path).unwrap();
+        let mut kept = Descriptors::default();
+        let left = OwnedFd::from(open("/dev/null"));
+        assert!(kept.apply(Message::Keep(Key::program_memory(7)), left.try_clone().ok()));
+        recorder.adopt(None, kept.keys());
+        recorder.set_unfinished(BTreeMap::from([(7, left)]));
+        assert!(recorder.record(&mut Store(open("/dev/zero"))));
+        recorder.recorded();
+        recorder.end_attempts();
+        keep_all(&anchor, &mut kept);
+        assert!(kept.take(Key::program_memory(7)).is_some(), "a state needs it");
     }
 
     /// Returns a recorder with the anchor's end of its socket.

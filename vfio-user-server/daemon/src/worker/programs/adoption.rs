@@ -126,10 +126,13 @@ impl Programs {
 
     /// Finishes what an earlier worker may have begun, before all other calls of the GPU: these
     /// then have the same numbers as before. Returns the connections that had arrived besides.
-    pub fn finish_begun(&mut self, function: &mut Function) -> (Changes, Vec<SeqPacket>) {
+    pub fn finish_begun(
+        &mut self,
+        function: &mut Function,
+    ) -> (Changes, BTreeMap<Source, SeqPacket>) {
         let mut changes = Changes::default();
         let Some(Begun { source, reply, is_given_up, arrived }) = self.begun.take() else {
-            return (changes, Vec::new());
+            return (changes, BTreeMap::new());
         };
         let were_present = self.are_present();
         if self.files.contains_key(&source) {
@@ -148,11 +151,18 @@ impl Programs {
         self.end_event(function, were_present);
         if let Some(recorder) = function.programs_recorder() {
             recorder.end_attempts();
-            for source in arrived.keys() {
-                recorder.drop_now(Key::connection(source.0));
-            }
         }
-        (changes, arrived.into_values().collect())
+        (changes, arrived)
+    }
+
+    /// Notes that a connection which had arrived is admitted, under whichever number, or refused.
+    /// Until then the anchor keeps it under the number that the worker before gave it.
+    pub fn end_arrival(&self, function: &mut Function, source: Source) {
+        if !self.connections.contains_key(&source)
+            && let Some(recorder) = function.programs_recorder()
+        {
+            recorder.drop_now(Key::connection(source.0));
+        }
     }
 
     /// Sends the recorded reply to the request at hand, or carries the request out.
