@@ -7,6 +7,7 @@ use nix::sys::ptrace;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use vgpud::worker_client;
 
 use crate::{Vgpud, is_alive, kill_process, wait_for};
 
@@ -35,6 +36,30 @@ pub fn replace(vgpud: &Vgpud, uuid: &str) -> Result<()> {
     wait_for("another worker runs", || {
         child(anchor).is_ok_and(|pid| pid.is_some_and(|pid| pid != before && is_alive(pid)))
     })
+}
+
+/// Waits until the worker of a vGPU answers: it has adopted what the one before has left.
+///
+/// An anchor gives up after several workers in a row that die before they work. Where workers are
+/// killed all the time, most of them have to get there, however busy the host is.
+///
+/// # Errors
+///
+/// Fails if the worker does not answer in time.
+pub fn wait_until_it_works(vgpud: &Vgpud, uuid: &str) -> Result<()> {
+    let control = vgpud.vgpu_dir(uuid).join("control.sock");
+    worker_client::patient_status(&control).map(drop).context("The worker does not answer")
+}
+
+/// Kills the worker of a vGPU, the `number`th one, and waits for the next. Of four, three get to
+/// work, and one can be killed while it adopts.
+///
+/// # Errors
+///
+/// Fails if there is no other worker in time.
+pub fn replace_again(vgpud: &Vgpud, uuid: &str, number: u32) -> Result<()> {
+    replace(vgpud, uuid)?;
+    if number.is_multiple_of(4) { Ok(()) } else { wait_until_it_works(vgpud, uuid) }
 }
 
 /// Returns the only child of a process with one thread, if any.

@@ -13,7 +13,7 @@ use nix::sys::ptrace;
 use nix::unistd::Pid;
 use serde_json::json;
 use system_tests::guest_vm;
-use system_tests::worker_deaths::{Place, kill_at, replace, worker};
+use system_tests::worker_deaths::{Place, kill_at, replace, replace_again, worker};
 use system_tests::{Vgpud, skipped, wait_for};
 use vendor_backends::nvidia::frontend::testing::memory_params;
 use vendor_backends::nvidia::frontend::testing::program::Program;
@@ -87,7 +87,7 @@ fn programs_in_a_vm_do_not_notice_that_their_workers_die() -> Result<()> {
     survive(|vgpud, uuid| {
         for number in 0..KILLS {
             thread::sleep(Duration::from_millis(u64::from(number * 37 % 90)));
-            replace(vgpud, uuid)?;
+            replace_again(vgpud, uuid, number)?;
         }
         Ok(KILLS)
     })

@@ -13,7 +13,7 @@ use nix::sys::ptrace;
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use system_tests::vgpuctl::vgpuctl_json;
-use system_tests::worker_deaths::{Place, kill_at, replace, worker};
+use system_tests::worker_deaths::{Place, kill_at, replace, replace_again, worker};
 use system_tests::{is_alive, kill_process, skipped, wait_for};
 
 use crate::containers::for_container;
@@ -51,7 +51,7 @@ impl Gpu<'_> {
     fn kill_workers(&self, is_over: &AtomicBool) -> Result<u32> {
         let mut kills = 0;
         while !is_over.load(Ordering::Relaxed) {
-            replace(self.vgpud, &self.uuid)?;
+            replace_again(self.vgpud, &self.uuid, kills)?;
             kills += 1;
             thread::sleep(Duration::from_millis(u64::from(10 + kills * 37 % 60)));
         }

@@ -21,7 +21,7 @@ use system_tests::ram::Ram;
 use system_tests::raw_client::{REGION_READ, REGION_WRITE, RawClient};
 use system_tests::vcpu::Vcpu;
 use system_tests::vfio_user_guest::VfioUserGuest;
-use system_tests::worker_deaths::{Place, kill_at, replace, worker};
+use system_tests::worker_deaths::{Place, kill_at, replace_again, worker};
 use system_tests::{Vgpud, bytes, is_alive, kill_process, skipped, wait_for};
 use vgpu_guest::channel::Channel;
 use vgpu_guest::device::Device;
@@ -65,7 +65,7 @@ pub(super) fn survive(kills: u32, seconds: u64) -> Result<f64> {
         let guest = scope.spawn(|| create_and_compute(&device, &stop));
         for number in 0..kills {
             thread::sleep(Duration::from_millis(u64::from(number * 37 % 240)));
-            replace(&vgpud, &victim)?;
+            replace_again(&vgpud, &victim, number)?;
         }
         let measured = other.join().ok().context("The other guest panicked")??;
         stop.store(true, Ordering::Relaxed);

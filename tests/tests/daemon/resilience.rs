@@ -169,16 +169,21 @@ fn definitions_are_consistent_whenever_the_manager_is_killed() -> Result<()> {
         let (sender, changes) = mpsc::channel();
         let pid = vgpud.pid().context("It runs")?;
         let known = defined.clone();
-        std::thread::scope(|scope| {
+        let reports = std::thread::scope(|scope| {
             let served = &vgpud;
             scope.spawn(move || change_until_it_dies(served, round, known, &sender));
-            // Delays are spread over several changes, at no particular point of a change.
-            std::thread::sleep(Duration::from_micros(20_000 + round * 3_331));
-            system_tests::kill_process(pid, Signal::SIGKILL)
+            // Some changes are made, and the manager dies at no particular point of a later one.
+            let mut reports = Vec::new();
+            while reports.len() < 6 {
+                reports.push(changes.recv().context("The changes have ended")?);
+            }
+            std::thread::sleep(Duration::from_micros(round * 1_331));
+            system_tests::kill_process(pid, Signal::SIGKILL)?;
+            anyhow::Ok(reports)
         })?;
         vgpud.end(Signal::SIGKILL)?;
         let mut open = None;
-        for (change, is_done) in changes {
+        for (change, is_done) in reports.into_iter().chain(changes) {
             if is_done {
                 let (uuid, _, new) = change;
                 match new {
