@@ -2,7 +2,7 @@
 //! Prometheus' promtool.
 //!
 //! The packages are unpacked into the cache folder and not installed. The checkers run with that
-//! folder as their root, below an overlay in memory that discards all written files.
+//! folder as their root, which they can only read, and with an empty `/tmp` in memory.
 
 use std::fs;
 use std::os::unix::fs::symlink;

@@ -131,12 +131,7 @@ async fn detach(client: &Client, args: &Detach) -> Result<Vec<u8>, Failure> {
         return Ok(changed.into_bytes());
     }
     virsh.define(&asked.name, &changed)?;
-    let text = format!(
-        "vGPU {} is detached from domain '{}'
-",
-        vgpu.uuid,
-        domain.name()
-    );
+    let text = format!("vGPU {} is detached from domain '{}'\n", vgpu.uuid, domain.name());
     result(asked, &domain, &vgpu, true, text)
 }
 
