@@ -140,13 +140,13 @@ fn a_program_works_on_while_its_workers_die() -> Result<()> {
     on_vgpu(|gpu| {
         // One program: each looks at the vGPU's free memory.
         let working = gpu.start_working()?;
-        let kills = beside_deaths(gpu, || {
-            thread::sleep(Duration::from_millis(u64::from(KILLS) * 60));
-            Ok(())
-        })?;
+        for number in 0..KILLS {
+            thread::sleep(Duration::from_millis(u64::from(10 + number * 37 % 60)));
+            replace_again(gpu.vgpud, &gpu.uuid, number)?;
+        }
         let rounds = working.end()?;
-        println!("{rounds} rounds beside {kills} deaths");
-        ensure!(rounds > LEAST_ROUNDS && kills >= KILLS / 2, "{rounds} rounds, {kills} deaths");
+        println!("{rounds} rounds beside {KILLS} deaths");
+        ensure!(rounds > LEAST_ROUNDS, "{rounds} rounds");
         gpu.wait_for_nothing()
     })
 }
