@@ -1,6 +1,6 @@
 //! Helpers of the system tests.
 //!
-//! * [`vgpud`], [`cuda_library`]: paths of what is built from this tree
+//! * [`vgpud()`], [`cuda_library`]: paths of what is built from this tree
 //! * [`Vgpud`]: a running manager in its own folders
 //! * [`raw_client`]: a vfio-user client that writes raw bytes
 //! * [`driver_api`]: NVIDIA's libcuda; [`checkpoint_tool`]: its checkpoints
