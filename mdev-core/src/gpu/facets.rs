@@ -143,8 +143,7 @@ pub trait Adoption {
     fn take_descriptors(&mut self) -> Vec<AnchoredDescriptor>;
 
     /// Notes that the caller's state includes the effects of all requests so far, and the
-    /// conditions that [`Client::take_pending`] returned. A process that adopts the client
-    /// from an earlier
-    /// [`Self::position`] gets the replies again that came after it.
+    /// conditions that [`Client::take_pending`] returned. A process that adopts the client from an
+    /// earlier [`Self::position`] gets the replies again that came after it.
     fn record(&mut self);
 }

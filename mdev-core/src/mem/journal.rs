@@ -51,10 +51,10 @@ impl GuestMemory {
 
     /// Returns the mappings and their imports.
     pub fn journaled(&self) -> JournaledMemory {
-        let mut running = JournaledMemory::default();
+        let mut journaled = JournaledMemory::default();
         for (start, map) in &self.maps {
             let whole = map.imports.get(&0).filter(|import| import.len == map.size);
-            running.maps.push(JournaledMap {
+            journaled.maps.push(JournaledMap {
                 address: GuestPa(*start),
                 size: map.size,
                 access: map.access,
@@ -62,13 +62,13 @@ impl GuestMemory {
                 import: whole.map(|import| import.memory),
             });
             let parts = map.imports.iter().filter(|_| whole.is_none());
-            running.parts.extend(parts.map(|(offset, import)| JournaledPart {
+            journaled.parts.extend(parts.map(|(offset, import)| JournaledPart {
                 address: GuestPa(start + offset),
                 len: import.len,
                 import: import.memory,
             }));
         }
-        running
+        journaled
     }
 
     /// Returns the files of the mappings, with their addresses.

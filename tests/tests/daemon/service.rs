@@ -77,6 +77,7 @@ fn vgpud_notifies_systemd_of_readiness_status_and_watchdog() -> Result<()> {
     let service = Notified::listen(&path)?;
     let mut command = vgpud.command()?;
     command.env("NOTIFY_SOCKET", &path).env("WATCHDOG_USEC", "400000");
+    let started = Instant::now();
     let child = Running(command.spawn()?);
     assert_eq!(service.wait("READY=")?, "1");
     let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
@@ -84,6 +85,11 @@ fn vgpud_notifies_systemd_of_readiness_status_and_watchdog() -> Result<()> {
     for _ in 0..5 {
         service.wait("WATCHDOG=1")?;
     }
+    // Messages wait in the socket while this test does not run.
+    assert!(
+        started.elapsed() >= Duration::from_millis(500),
+        "watchdog messages come at half the interval"
+    );
     let begun = Instant::now();
     // Only the manager's own messages count.
     for pid in vgpud.roles() {
