@@ -16,6 +16,7 @@
 //!
 //! * `event`: events, actions and snapshots
 //! * `weight_class`, `share`, `debt`, `cap`, `gate`, `usage`, `group`: state of one vGPU
+//! * `demand`, `turns`: what vGPUs want of the engine
 //! * `weights`, `slices`, `pace`: weights and time slices of all vGPUs
 //! * `caps`, `gate_schedule`: caps of all vGPUs, and gates
 //! * `readings`, `deficit`: settlement of debts after a reading of the counters
@@ -37,6 +38,7 @@ mod change;
 mod debt;
 mod decisions;
 mod deficit;
+mod demand;
 mod event;
 mod gate;
 mod gate_schedule;
@@ -48,6 +50,7 @@ mod share;
 mod slices;
 #[cfg(test)]
 mod tests;
+mod turns;
 mod usage;
 mod weight_class;
 mod weights;
@@ -282,7 +285,7 @@ impl Scheduler {
                 };
                 deficit::update(groups, &intervals, &settlement);
             }
-            let changed = pace::classify(groups, &intervals, slices.plan(), &self.ledger, crowd);
+            let changed = slices.note_demand(groups, &intervals, &self.ledger, crowd);
             slices.follow_demand(&self.config, groups, &intervals, !self.gpu.preempts);
             let cause = if changed { Cause::Demand } else { Cause::Repay };
             slices.repay(!self.gpu.preempts, cause, groups, &mut decisions);

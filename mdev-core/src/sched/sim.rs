@@ -53,6 +53,8 @@ pub struct Simulation {
     switch_ns: u64,
     /// vGPU that ran last.
     running: Option<VgpuId>,
+    /// Number of vGPUs that counted as runnable at the last report.
+    runnable: usize,
     /// Runlist and counters are as on an NVIDIA GPU.
     nvidia: bool,
     /// Until this time, the runlist starts from its first vGPU after each turn.
@@ -76,6 +78,7 @@ impl Simulation {
             now_ns: 0,
             switch_ns,
             running: None,
+            runnable: 0,
             nvidia: false,
             restarts_until_ns: 0,
             report_delay_ns: 0,
@@ -92,7 +95,7 @@ impl Simulation {
 
     /// Imitates an NVIDIA GPU and its driver, as measured on H100s: where a slice changes, the
     /// runlist starts from its first vGPU, and a vGPU counts as runnable for a while after its
-    /// work.
+    /// work. While others do, it is charged for the time in which it stays on the engine.
     pub fn imitate_nvidia(&mut self) {
         self.nvidia = true;
     }
@@ -174,6 +177,12 @@ impl Simulation {
             if self.now_ns >= report_ns {
                 self.reports += 1;
                 let mut report = self.usage();
+                self.runnable = 0;
+                for (vgpu, (_, usage)) in self.vgpus.iter_mut().zip(&mut report.vgpus) {
+                    vgpu.was_runnable = usage.runnable;
+                    self.runnable += usize::from(usage.runnable);
+                    usage.engine_ns += vgpu.stayed_ns;
+                }
                 if let Some(fault) = self.counter_fault {
                     fault(&mut report);
                 }
@@ -209,11 +218,27 @@ impl Simulation {
                 self.now_ns += vgpu.run(self.now_ns, switched);
                 // vGPUs that got work meanwhile have their turn before this one.
                 self.wake();
+                let alone = self.runlist.is_empty();
+                self.vgpus[index].end_turn(self.nvidia && alone);
             }
             self.enqueue(index);
         } else {
             let next_ns = self.wakeups.peek().map_or(u64::MAX, |Reverse((at_ns, _))| *at_ns);
-            self.now_ns = next_ns.min(end_ns).max(self.now_ns);
+            let next_ns = next_ns.min(end_ns).max(self.now_ns);
+            self.stay(next_ns - self.now_ns);
+            self.now_ns = next_ns;
+        }
+    }
+
+    /// Charges idle time: a context without work stays on an NVIDIA GPU's engine, and what it needed
+    /// is not known while others had work lately.
+    fn stay(&mut self, idle_ns: u64) {
+        let Some(index) = self.running.and_then(|id| self.index_by_id.get(&id)).copied() else {
+            return;
+        };
+        let others = self.runnable - usize::from(self.vgpus[index].was_runnable);
+        if self.nvidia && others > 0 {
+            self.vgpus[index].stayed_ns += idle_ns;
         }
     }
 

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::cap::Cap;
 use super::debt::Debt;
+use super::demand::Demand;
 use super::event::Snapshot;
 use super::gate::Gate;
-use super::pace::Demand;
 use super::share::Share;
 use super::usage::Usage;
 use crate::ids::VgpuId;
@@ -27,7 +27,7 @@ pub(super) struct Group {
     pub(super) usage: Usage,
     pub(super) demand: Demand,
     /// The vGPU did not compete in the last interval, for the first time.
-    pub(super) relented: bool,
+    relented: bool,
     /// Number of intervals in a row after which the vGPU was found below its share.
     pub(super) brief_for: u8,
 }
@@ -44,6 +44,19 @@ impl Group {
             relented: false,
             brief_for: 0,
         }
+    }
+
+    /// Notes the demand that an interval showed. Returns true if that changes the demand.
+    ///
+    /// One interval below its share may be chance for a vGPU that used `much` of it before: others
+    /// may have given up theirs.
+    pub(super) fn note_demand(&mut self, demand: Demand, much: bool) -> bool {
+        let relents = self.demand == Demand::Competing && demand == Demand::Brief && much;
+        self.relented = relents && !self.relented;
+        let changed = !self.relented && std::mem::replace(&mut self.demand, demand) != demand;
+        let brief = self.demand == Demand::Brief;
+        self.brief_for = if brief { self.brief_for.saturating_add(1) } else { 0 };
+        changed
     }
 
     /// Drops the debt, and settles all engine time so far.

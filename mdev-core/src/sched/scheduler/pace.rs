@@ -7,9 +7,10 @@
 
 use std::time::Duration;
 
+use super::demand::Demand;
 use super::group::{Group, Groups};
-use super::weights::Plan;
-use crate::sched::account::{Interval, Ledger};
+use super::turns::Turns;
+use crate::sched::account::Interval;
 use crate::sched::policy::Config;
 
 /// Longest round of the runlist, as long as slices are not shorter than [`SHORTEST_PART`] of the
@@ -22,12 +23,6 @@ const SHORTEST_PART: f64 = 0.25;
 const LONE_SLICE: Duration = Duration::from_micros(200);
 /// The same while others get the engine so often that switches would take too much of its time.
 const LONE_LONG_SLICE: Duration = Duration::from_millis(2);
-/// Number of turns a second of the others above which, and below which, the slice of the only vGPU
-/// that competes is longer and shorter. With 400 requests a second, switches take a seventh of the
-/// time of an NVIDIA GPU.
-const MANY_TURNS: [f64; 2] = [500.0, 250.0];
-/// Time over which turns are averaged, in nanoseconds.
-const TURNS_NS: f64 = 2e8;
 /// Mean slice of several vGPUs that compete beside vGPUs below their shares: these wait for a round
 /// at most, and a switch costs 0.17 ms on an NVIDIA GPU.
 const BESIDE_BRIEF_SLICE: Duration = Duration::from_millis(3);
@@ -44,22 +39,8 @@ const CROWD: [usize; 2] = [4, 3];
 /// Number of intervals in a row below its share after which a vGPU makes the slices of a crowd
 /// shorter.
 const STEADILY_BRIEF: u8 = 3;
-/// Part of its share up to which a vGPU counts as below its share. Usage is known an interval late.
-const BELOW: f64 = 0.9;
 /// Relative change of the pace that reaches the slices.
 const TOLERANCE: f64 = 0.125;
-
-/// Demand of a vGPU for the engine over the last interval.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Demand {
-    /// No work.
-    #[default]
-    Idle,
-    /// Some work, and less engine time than its share.
-    Brief,
-    /// Work all the time, or more engine time than its share.
-    Competing,
-}
 
 /// Lengths of the slices of a kind of vGPUs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -82,10 +63,10 @@ pub(super) struct Pace {
     round: Duration,
     /// Number of vGPUs, if another demand of one of them is to be known soon.
     watched: Option<usize>,
-    /// Turns a second of vGPUs below their shares, averaged over [`TURNS_NS`].
-    turns: f64,
-    /// That number is high.
-    many_turns: bool,
+    /// How often vGPUs below their shares get the engine.
+    turns: Turns,
+    /// Some vGPU is below its share.
+    briefly: bool,
     /// So many vGPUs compete that slices are to change seldom.
     crowded: bool,
 }
@@ -96,8 +77,8 @@ impl Default for Pace {
             competing: Length::UNCHANGED,
             round: Duration::ZERO,
             watched: None,
-            turns: 0.0,
-            many_turns: false,
+            turns: Turns::default(),
+            briefly: false,
             crowded: false,
         }
     }
@@ -109,7 +90,7 @@ impl Pace {
         match demand {
             // A change of demand changes no slice.
             _ if self.crowded => self.competing,
-            Demand::Idle if self.round.is_zero() => self.competing,
+            Demand::Idle if self.round.is_zero() && !self.briefly => self.competing,
             Demand::Idle | Demand::Brief => Length { factor: 1.0, longest: BRIEF_SLICE },
             Demand::Competing => self.competing,
         }
@@ -135,11 +116,7 @@ impl Pace {
         };
         let turns: u64 = intervals.iter().filter(is_brief).map(|interval| interval.turns).sum();
         let elapsed_ns = intervals.first().map_or(1, |interval| interval.elapsed_ns.max(1));
-        let elapsed_ns = elapsed_ns as f64;
-        let part = elapsed_ns / (elapsed_ns + TURNS_NS);
-        self.turns += (turns as f64 * 1e9 / elapsed_ns - self.turns) * part;
-        let [more, fewer] = MANY_TURNS;
-        self.many_turns = self.turns > if self.many_turns { fewer } else { more };
+        self.turns.count(turns, elapsed_ns);
     }
 
     /// Returns true if so many vGPUs compete that slices are to change seldom, or will when the
@@ -167,6 +144,7 @@ impl Pace {
         self.crowded = costly_changes && competing > CROWD[usize::from(self.crowded)];
         let steadily = if self.crowded { STEADILY_BRIEF } else { 1 };
         let briefly = of(Demand::Brief).any(|group| group.brief_for >= steadily);
+        self.briefly = briefly;
         let lone = channel_groups == 1 && groups.len() > 1;
         self.watched = (lone || competing == 0 && briefly).then_some(groups.len());
         let mut next = Length::UNCHANGED;
@@ -181,7 +159,7 @@ impl Pace {
             let part = MAX_ROUND.as_secs_f64() / round.as_secs_f64();
             next.factor = part.max(shortest).min(1.0);
             if lone {
-                next.longest = if self.many_turns { LONE_LONG_SLICE } else { LONE_SLICE };
+                next.longest = if self.turns.are_many() { LONE_LONG_SLICE } else { LONE_SLICE };
             } else if briefly && competing > 0 {
                 let brief = BESIDE_BRIEF_SLICE.as_secs_f64() * f64::from(channel_groups);
                 next.factor = next.factor.min(brief / round.as_secs_f64());
@@ -198,64 +176,5 @@ impl Pace {
                 .mul_f64(self.competing.factor)
                 .min(self.competing.longest.saturating_mul(competing as u32));
         }
-    }
-}
-
-/// Notes the demand that the last interval showed. `intervals` are in the order of ids. `crowd` is
-/// [`Pace::is_crowd`]. Returns true if that is another one for any vGPU.
-pub(super) fn classify(
-    groups: &mut Groups,
-    intervals: &[Interval],
-    plan: &Plan,
-    ledger: &Ledger,
-    crowd: bool,
-) -> bool {
-    // What one of many vGPUs waits for when its work begins takes a round.
-    let begins = |interval: &Interval| crowd && interval.begins;
-    let works = |interval: &Interval| interval.engine_ns > 0 || interval.busy || begins(interval);
-    let weight_of = |group: &Group| plan.weight(&group.share);
-    let (mut active, mut count, mut changed) = (0.0, 0, false);
-    each(groups, intervals, |group, interval| {
-        if works(interval) {
-            active += weight_of(group);
-            count += 1;
-        }
-    });
-    let counts = intervals.iter().any(|interval| interval.preempted);
-    each(groups, intervals, |group, interval| {
-        let share = weight_of(group) / active;
-        let used = ledger.measured(interval.vgpu).unwrap_or_default().share();
-        let demand = match works(interval) {
-            false => Demand::Idle,
-            // A vGPU that always waits for its turn and then leaves most of its slice is brief.
-            true if interval.busy && (interval.preempted || interval.engine_ns == 0 || !counts) => {
-                Demand::Competing
-            }
-            true if begins(interval) => Demand::Competing,
-            true if count == 1 || used >= share * BELOW => Demand::Competing,
-            // A closed gate hides the demand.
-            true if group.debt.has_throttle() || !group.cap.is_open() => Demand::Competing,
-            true => Demand::Brief,
-        };
-        // One interval without work all the time may be chance: others may have given up theirs.
-        let hesitates = group.demand == Demand::Competing
-            && demand == Demand::Brief
-            && !std::mem::replace(&mut group.relented, true);
-        if !hesitates {
-            changed |= std::mem::replace(&mut group.demand, demand) != demand;
-            group.relented = false;
-        }
-        let brief = group.demand == Demand::Brief;
-        group.brief_for = if brief { group.brief_for.saturating_add(1) } else { 0 };
-    });
-    changed
-}
-
-/// Calls `visit` with each vGPU that has an interval.
-fn each(groups: &mut Groups, intervals: &[Interval], mut visit: impl FnMut(&mut Group, &Interval)) {
-    let mut groups = groups.iter_mut();
-    for interval in intervals {
-        let Some((_, group)) = groups.by_ref().find(|(id, _)| **id == interval.vgpu) else { break };
-        visit(group, interval);
     }
 }

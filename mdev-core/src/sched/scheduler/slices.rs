@@ -6,13 +6,14 @@
 
 use super::change::Change;
 use super::decisions::Decisions;
+use super::demand::Evidence;
 use super::group::{Group, Groups};
 use super::pace::Pace;
 use super::share::Share;
 use super::weight_class::WeightClass;
 use super::weights::{Plan, Scales, Weights};
 use crate::ids::VgpuId;
-use crate::sched::account::Interval;
+use crate::sched::account::{Interval, Ledger};
 use crate::sched::log::Cause;
 use crate::sched::policy::{Config, Policy};
 
@@ -40,6 +41,7 @@ pub(super) struct Slices {
     plan: Plan,
     scales: Scales,
     pace: Pace,
+    evidence: Evidence,
     /// Slices changed since the last settlement of debts.
     changed: bool,
 }
@@ -51,6 +53,7 @@ impl Default for Slices {
             plan: Plan::default(),
             scales: [1.0; WeightClass::COUNT],
             pace: Pace::default(),
+            evidence: Evidence::default(),
             changed: false,
         }
     }
@@ -172,6 +175,18 @@ impl Slices {
             let scale = self.scale(group) / excess;
             reslice(*id, group, scale, self.pace, tolerance, cause, decisions);
         }
+    }
+
+    /// Notes the demand that the last interval showed. Returns true if that is another one for any
+    /// vGPU. `crowd` is [`Pace::is_crowd`].
+    pub(super) fn note_demand(
+        &mut self,
+        groups: &mut Groups,
+        intervals: &[Interval],
+        ledger: &Ledger,
+        crowd: bool,
+    ) -> bool {
+        self.evidence.classify(groups, intervals, &self.plan, ledger, crowd)
     }
 
     /// Follows the demand of the vGPUs with the lengths of the slices.

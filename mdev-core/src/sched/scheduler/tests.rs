@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use uuid::Uuid;
 
-use super::pace::Demand;
+use super::demand::Demand;
 use super::weights::Weights;
 use super::*;
 use crate::gpu::Usage;

@@ -15,6 +15,10 @@ pub(super) struct SimulatedVgpu {
     pub(super) workload: Workload,
     /// True while the vGPU is on the runlist.
     pub(super) listed: bool,
+    /// The vGPU counted as runnable at the last report.
+    pub(super) was_runnable: bool,
+    /// Time on the engine without work that is charged.
+    pub(super) stayed_ns: u64,
     pub(super) waits: Histogram,
     slice_ns: u64,
     gate_open: bool,
@@ -23,8 +27,9 @@ pub(super) struct SimulatedVgpu {
     left_ns: u64,
     /// Start of the next burst, or else start of the wait for the engine.
     ready_ns: u64,
-    /// End of the last turn.
+    /// End of the last turn, and whether work was left then.
     ran_until_ns: Option<u64>,
+    has_more: bool,
     usage: Usage,
 }
 
@@ -35,6 +40,8 @@ impl SimulatedVgpu {
             id,
             workload,
             listed: false,
+            was_runnable: false,
+            stayed_ns: 0,
             waits: Histogram::default(),
             slice_ns: 0,
             gate_open: false,
@@ -42,6 +49,7 @@ impl SimulatedVgpu {
             left_ns: workload.burst_ns,
             ready_ns: now_ns.saturating_add(workload.start_ns),
             ran_until_ns: None,
+            has_more: false,
             usage: Usage::default(),
         }
     }
@@ -109,6 +117,11 @@ impl SimulatedVgpu {
         Usage { wait_ns, runnable: waits || lingers, ..self.usage }
     }
 
+    /// Ends a turn. A vGPU that `keeps_engine` continues.
+    pub(super) fn end_turn(&mut self, keeps_engine: bool) {
+        self.usage.preemptions += u64::from(self.has_more && !keeps_engine);
+    }
+
     /// Runs from `now_ns` until the slice, the budget or the work ends. Returns the engine time.
     ///
     /// `switched` says that another vGPU ran before.
@@ -133,11 +146,10 @@ impl SimulatedVgpu {
         if self.left_ns != u64::MAX {
             self.left_ns -= ran_ns;
         }
-        if self.left_ns == 0 {
+        self.has_more = self.left_ns > 0;
+        if !self.has_more {
             self.left_ns = self.workload.burst_ns;
             self.ready_ns = self.ready_ns.saturating_add(self.workload.idle_ns);
-        } else {
-            self.usage.preemptions += 1;
         }
         ran_ns
     }

@@ -64,6 +64,29 @@ fn requests_run_at_once_and_cost_a_training_nothing_but_their_time() {
     }
 }
 
+/// A training that loads its kernels, or waits for its data, works now and then.
+#[test]
+fn requests_run_soon_beside_work_that_comes_and_goes() {
+    for gpu in GPUS {
+        for hz in [50, 100, 400] {
+            for (burst_ms, idle_ms) in
+                [(2, 8), (5, 5), (10, 30), (20, 20), (40, 15), (60, 60), (90, 10), (150, 300)]
+            {
+                let mut sim = on(gpu);
+                let coming = Workload::bursty(50 * US, burst_ms * MS, idle_ms * MS);
+                sim.start(id(0), soft(50), coming).unwrap();
+                sim.start(id(1), soft(50), requests(300 * US, hz)).unwrap();
+                let got = used(&mut sim);
+                let what = format!("{gpu:?}: {hz}/s beside {burst_ms} of {idle_ms} ms: {got:?}");
+                let waits = sim.waits(id(1)).unwrap();
+                let (p99, worst) = (waits.quantile(0.99), waits.quantile(1.0));
+                let us = (p99 / US, worst / US);
+                assert!(p99 < 3_500 * US && worst < 4 * MS, "{what}: {us:?} us");
+            }
+        }
+    }
+}
+
 #[test]
 fn eight_services_run_at_once_beside_a_training() {
     // The worker takes those of the lower rate for idle now and then.
