@@ -331,6 +331,26 @@ fn the_usage_of_a_vgpu_alone_is_what_the_engine_worked() {
 }
 
 #[test]
+fn a_turn_between_two_looks_at_the_rings_is_charged() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (vgpu, _client, _memory, _channels) = with_channels(&rm, &mut gpu);
+    let own = u64::from(std::process::id());
+    let slice = Duration::from_millis(3);
+    gpu.set_timeslice(vgpu, slice).unwrap();
+    let charged = |gpu: &mut NvidiaGpu| gpu.usage().unwrap().vgpus[0].1.compute_ns;
+    rm.set_clock(1_000_000_000);
+    let before = charged(&mut gpu);
+    // One of many vGPUs has its turn. The work was submitted long before.
+    let start_ns = 5_000_000_000;
+    rm.log_residency(true, own, start_ns);
+    rm.log_residency(true, own + 1, start_ns + slice.as_nanos() as u64);
+    rm.set_clock(start_ns + 50_000_000);
+    let turn = Duration::from_nanos(charged(&mut gpu) - before);
+    assert!(turn > slice.mul_f64(0.9) && turn <= slice, "{turn:?} of {slice:?}");
+}
+
+#[test]
 fn a_gate_disables_each_channel_once_and_enables_it_once() {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = gpu(&rm);

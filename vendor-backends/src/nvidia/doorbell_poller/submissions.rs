@@ -10,7 +10,7 @@ use crate::nvidia::observers::ctxsw_log::SubmissionTimes;
 const SPACING: Duration = Duration::from_micros(50);
 
 /// Maximum number of submissions that are kept until they are taken.
-const MAX_DESCRIPTORS: usize = 4096;
+const MAX_TIMES: usize = 4096;
 
 /// Times of submissions since they were last taken.
 #[derive(Debug, Default)]
@@ -25,7 +25,7 @@ impl Submissions {
     pub(super) fn note(&self, now: Instant) {
         let mut times = self.times();
         let follows = |last: &Instant| now.saturating_duration_since(*last) < SPACING;
-        if times.len() < MAX_DESCRIPTORS && !times.last().is_some_and(follows) {
+        if times.len() < MAX_TIMES && !times.last().is_some_and(follows) {
             times.push(now);
         }
     }
@@ -50,7 +50,7 @@ mod tests {
         let taken: Vec<_> = submissions.take().iter().map(|at| (*at - start).as_micros()).collect();
         assert_eq!(taken, [0, 50, 500]);
         assert_eq!(submissions.take(), []);
-        (0..2 * MAX_DESCRIPTORS as u32).for_each(|n| submissions.note(start + SPACING * n));
-        assert_eq!(submissions.take().len(), MAX_DESCRIPTORS);
+        (0..2 * MAX_TIMES as u32).for_each(|n| submissions.note(start + SPACING * n));
+        assert_eq!(submissions.take().len(), MAX_TIMES);
     }
 }

@@ -308,15 +308,17 @@ impl CtxswLog {
                     record.process = PROBE;
                 }
             }
+            while let Some(at_ns) = submitted.next_if(|at_ns| *at_ns <= record.at_ns) {
+                self.submit(at_ns);
+            }
+            if self.demand.add(&record, self.process) {
+                self.engine_time.works_until(record.at_ns);
+            }
             self.engine_time.add(&record, self.process);
             if (record.tag, record.process) == (START, self.process) {
                 self.engine_time.begin_without_work(CHANGE_NS);
             }
             self.engine_use.add(&record, self.process);
-            while let Some(at_ns) = submitted.next_if(|at_ns| *at_ns <= record.at_ns) {
-                self.submit(at_ns);
-            }
-            self.demand.add(&record, self.process);
             if record.process != PROBE {
                 self.others.add(&record, self.process);
             }

@@ -78,8 +78,9 @@ impl EngineDemand {
         begins
     }
 
-    /// Adds a record of the log.
-    pub fn add(&mut self, record: &CtxswRecord, process: u64) {
+    /// Adds a record of the log. Returns whether the vGPU loses the engine with work left.
+    pub fn add(&mut self, record: &CtxswRecord, process: u64) -> bool {
+        let before = self.preemptions;
         match record.tag {
             START if record.process == process => {
                 self.leave(record.at_ns);
@@ -89,6 +90,7 @@ impl EngineDemand {
             START | ENGINE_RESET => self.leave(record.at_ns),
             _ => {}
         }
+        self.preemptions > before
     }
 
     /// Records that the gate has opened or closed. `resident` says that the vGPU has the engine.
@@ -353,8 +355,8 @@ mod tests {
                 now += passed;
                 match kind {
                     0 => drop(demand.submit(now)),
-                    1 => demand.add(&record(START, OWN + own, now), OWN),
-                    2 => demand.add(&record(END, OWN + own, now), OWN),
+                    1 => drop(demand.add(&record(START, OWN + own, now), OWN)),
+                    2 => drop(demand.add(&record(END, OWN + own, now), OWN)),
                     _ => demand.gate(own == 0, false, now),
                 }
                 prop_assert!(demand.waited_ns(now) <= now);

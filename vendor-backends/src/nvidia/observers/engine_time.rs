@@ -92,6 +92,13 @@ impl EngineTime {
         self.counts_until_ns = self.counts_until_ns.max(until_ns);
     }
 
+    /// Notes that the process had work until `at_ns`, when it lost the engine, whether or not that
+    /// was known in time: a turn of one of many vGPUs may begin and end between two looks at its
+    /// rings.
+    pub fn works_until(&mut self, at_ns: u64) {
+        self.counts_until_ns = self.counts_until_ns.max(at_ns);
+    }
+
     /// Returns the total engine time until `now_ns` of the GPU's clock, in nanoseconds.
     pub fn total_ns(&self, now_ns: u64) -> u64 {
         let current = self.resident_since_ns.map_or(0, |since| self.counted_ns(since, now_ns));
@@ -138,6 +145,18 @@ mod tests {
         time.add(&record(START, 7, 1060), 7);
         time.count_until(1000, 1200);
         assert_eq!(time.total_ns(1070), 310);
+    }
+
+    #[test]
+    fn a_turn_that_ends_with_work_left_counts_although_nobody_looked() {
+        let mut time = EngineTime { counts_until_ns: 100, ..EngineTime::default() };
+        time.add(&record(START, 7, 500), 7);
+        time.add(&record(END, 7, 900), 7);
+        assert_eq!(time.total_ns(1000), 0, "it may have had no work");
+        time.add(&record(START, 7, 1500), 7);
+        time.works_until(1900);
+        time.add(&record(END, 7, 1900), 7);
+        assert_eq!(time.total_ns(2000), 400);
     }
 
     #[test]

@@ -72,6 +72,10 @@ impl UsedTime {
     /// much of the time since the last one: then it used all of its time on the engine. Returns the
     /// part of the new time that was not used, in nanoseconds.
     pub fn advance(&mut self, reading: Reading, competes: bool) -> u64 {
+        if competes {
+            // What was reported too early took nothing from others. What is used now does.
+            self.owed_ns = self.owed_ns.max(0);
+        }
         let part = if competes { 1.0 } else { self.part };
         let new_ns = reading.charged_ns.saturating_sub(self.last.reading.charged_ns);
         let expected_ns = Duration::from_nanos(new_ns).mul_f64(part).as_nanos() as u64;
