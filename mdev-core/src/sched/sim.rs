@@ -230,8 +230,8 @@ impl Simulation {
         }
     }
 
-    /// Charges idle time: a context without work stays on an NVIDIA GPU's engine, and what it needed
-    /// is not known while others had work lately.
+    /// Charges idle time: a context without work stays on an NVIDIA GPU's engine, and what it
+    /// needed is not known while others had work lately.
     fn stay(&mut self, idle_ns: u64) {
         let Some(index) = self.running.and_then(|id| self.index_by_id.get(&id)).copied() else {
             return;

@@ -1,5 +1,5 @@
-//! How often vGPUs below their shares get the engine: short slices of the others let them have it at
-//! once, and each time costs two switches.
+//! How often vGPUs below their shares get the engine: short slices of the others let them have it
+//! at once, and each time costs two switches.
 
 /// Turns a second above which there are many, and below which there are not. With 400 requests a
 /// second, switches take a seventh of the time of an NVIDIA GPU.
