@@ -8,7 +8,8 @@ use crate::sched::account::{Interval, Ledger};
 const BELOW: f64 = 0.9;
 /// Part of its share from which on a vGPU that competed may compete still.
 const NEAR: f64 = 0.5;
-/// Part of the engine's time from which on a vGPU competes although no other has work.
+/// Part of the engine's time from which on a vGPU competes although no other has work: others that
+/// begin are to wait for it only briefly.
 const MUCH: f64 = 0.2;
 
 /// Demand of a vGPU for the engine over the last interval.
@@ -74,10 +75,7 @@ impl Evidence {
             };
             let demand = if !works(interval) {
                 Demand::Idle
-            } else if competes || others_wait && used >= share * BELOW {
-                Demand::Competing
-            } else if alone && used >= MUCH {
-                // Others that begin are to wait for it only briefly.
+            } else if competes || others_wait && used >= share * BELOW || alone && used >= MUCH {
                 Demand::Competing
             } else if !others_wait && !alone && competed == 1 {
                 // How much of the time it used is not known: a vGPU without work keeps the engine

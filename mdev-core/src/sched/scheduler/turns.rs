@@ -16,7 +16,7 @@ const LONGEST_NS: u64 = 16_000_000_000;
 /// While there are many, slices are longer, and so the number of turns falls: it does not show
 /// whether there would be as many with short slices. So these are tried again after a time, which
 /// doubles when there are too many at once.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Turns {
     /// Turns a second, averaged over [`AVERAGED_NS`].
     rate: f64,
@@ -25,12 +25,6 @@ pub(super) struct Turns {
     /// The last such time, and the time since it.
     last_ns: u64,
     since_ns: u64,
-}
-
-impl Default for Turns {
-    fn default() -> Self {
-        Self { rate: 0.0, left_ns: 0, last_ns: 0, since_ns: u64::MAX }
-    }
 }
 
 impl Turns {
@@ -49,8 +43,8 @@ impl Turns {
         self.since_ns = self.since_ns.saturating_add(elapsed_ns);
         if self.rate > MANY {
             let again = self.since_ns <= self.last_ns;
-            let longer_ns = if again { self.last_ns.saturating_mul(2) } else { SHORTEST_NS };
-            self.last_ns = longer_ns.min(LONGEST_NS);
+            let longer_ns = if again { self.last_ns.saturating_mul(2) } else { 0 };
+            self.last_ns = longer_ns.clamp(SHORTEST_NS, LONGEST_NS);
             self.left_ns = self.last_ns;
         }
     }

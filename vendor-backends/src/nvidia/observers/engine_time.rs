@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_that_ends_with_work_left_counts_although_nobody_looked() {
+    fn a_turn_that_ends_with_work_left_counts() {
         let mut time = EngineTime { counts_until_ns: 100, ..EngineTime::default() };
         time.add(&record(START, 7, 500), 7);
         time.add(&record(END, 7, 900), 7);
