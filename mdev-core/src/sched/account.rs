@@ -24,6 +24,9 @@ const BUSY_PERCENT: u64 = 90;
 /// request.
 const LASTING_NS: u64 = 5_000_000;
 
+/// Turns for each preemption, at most, of a vGPU that counts as preempted.
+const PREEMPTED_OF: u64 = 3;
+
 /// Usage of one vGPU between two readings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval {
@@ -41,7 +44,8 @@ pub struct Interval {
     pub runnable: bool,
     /// True if the vGPU had work at the end and some time before, and none at the start.
     pub begins: bool,
-    /// True if the vGPU lost the engine with work left. Not every GPU counts preemptions.
+    /// True if the vGPU lost the engine with work left in a third of its turns or more. Not every GPU
+    /// counts preemptions.
     pub preempted: bool,
     /// Number of times that the vGPU got the engine, as far as the GPU counts waits.
     pub turns: u64,
@@ -158,10 +162,11 @@ impl Account {
         let with_work = engine_ns.saturating_add(wait_ns);
         let runnable = last.runnable && usage.runnable;
         let busy = runnable && with_work >= elapsed_ns.saturating_mul(BUSY_PERCENT) / 100;
-        let preempted = usage.preemptions > last.preemptions;
         // A worker that was replaced counts its waits anew.
         let counted = usage.waits.can_follow(&last.waits);
         let turns = if counted { usage.waits.since(&last.waits).total() } else { 0 };
+        let preemptions = usage.preemptions.saturating_sub(last.preemptions);
+        let preempted = preemptions > 0 && preemptions.saturating_mul(PREEMPTED_OF) >= turns;
         Some(Interval {
             vgpu,
             elapsed_ns,

@@ -63,6 +63,8 @@ struct State {
     objects: Objects,
     calls: u64,
     fail_at: Option<u64>,
+    /// Class for whose next allocations there is no memory, and their number.
+    no_memory: (u32, u32),
     log: Vec<String>,
     /// Both ends of event pipes, by the file that both are. A pipe without a writer would poll as
     /// hung up.
@@ -129,6 +131,11 @@ impl FakeRm {
     /// Makes a call fail. `number` counts as [`Self::calls`] does.
     pub fn fail_at(&self, number: Option<u64>) {
         self.state().fail_at = number;
+    }
+
+    /// Makes the next allocations of a class fail for lack of memory.
+    pub fn run_out_of_memory(&self, class: u32, allocations: u32) {
+        self.state().no_memory = (class, allocations);
     }
 
     /// Returns the errors that the driver would have accepted.

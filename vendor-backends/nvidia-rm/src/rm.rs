@@ -91,6 +91,11 @@ impl RmError {
         self.status() == Some(status::OBJECT_NOT_FOUND)
     }
 
+    /// Returns whether the driver had no memory, or none of another resource.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self.status(), Some(status::NO_MEMORY | status::INSUFFICIENT_RESOURCES))
+    }
+
     /// Maps the error of opening a device node.
     pub fn open(error: io::Error) -> Self {
         Self::Os { call: "NVIDIA driver".into(), error }
@@ -101,7 +106,7 @@ impl From<RmError> for GpuError {
     fn from(error: RmError) -> Self {
         match error.status() {
             Some(status::GPU_IS_LOST) => Self::Lost(error.to_string()),
-            Some(status::NO_MEMORY | status::INSUFFICIENT_RESOURCES) => {
+            _ if error.is_out_of_memory() => {
                 log::warn!("{error}");
                 Self::Limit("memory or channels of the GPU")
             }

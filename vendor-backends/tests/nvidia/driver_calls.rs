@@ -1,5 +1,6 @@
 //! Driver calls: objects, memory, failures and supported versions.
 
+use mdev_core::abi::compute;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{Backing, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest};
 use mdev_core::ids::GpuVa;
@@ -146,4 +147,24 @@ fn invalid_requests_are_refused() {
     let mut gpu = gpu(&rm);
     conformance::run_refusals(&mut || Box::new(client(&rm, &mut gpu).1));
     assert_eq!(rm.violations(), Vec::<String>::new());
+}
+
+/// While many vGPUs start at once, a driver is out of page tables for a moment.
+#[test]
+fn a_driver_without_memory_for_a_moment_is_asked_for_the_probe_again() {
+    let objects = |refusals| {
+        let rm = FakeRm::new(DRIVER);
+        let mut gpu = gpu(&rm);
+        rm.run_out_of_memory(compute::CLASS, refusals);
+        let (_, mut client) = client(&rm, &mut gpu);
+        let objects = rm.objects();
+        rm.run_out_of_memory(compute::CLASS, 0);
+        lifecycle::run(&mut client).unwrap();
+        drop(client);
+        assert_eq!((rm.objects(), rm.violations()), (0, vec![]));
+        objects
+    };
+    let complete = objects(0);
+    assert_eq!(objects(3), complete);
+    assert!(objects(100) < complete, "without the probe, a vGPU works all the same");
 }

@@ -22,7 +22,7 @@ const SHORTEST_PART: f64 = 0.25;
 /// the short slice costs nothing, and others wait for it only briefly.
 const LONE_SLICE: Duration = Duration::from_micros(200);
 /// The same while others get the engine so often that switches would take too much of its time.
-const LONE_LONG_SLICE: Duration = Duration::from_millis(2);
+const LONE_LONG_SLICE: Duration = Duration::from_micros(1750);
 /// Mean slice of several vGPUs that compete beside vGPUs below their shares: these wait for a round
 /// at most, and a switch costs 0.17 ms on an NVIDIA GPU.
 const BESIDE_BRIEF_SLICE: Duration = Duration::from_millis(3);

@@ -8,7 +8,7 @@ const FEW: f64 = 250.0;
 /// Time over which turns are averaged, in nanoseconds.
 const AVERAGED_NS: f64 = 2e8;
 /// Shortest and longest time for which there count as many, in nanoseconds.
-const SHORTEST_NS: u64 = 1_000_000_000;
+const SHORTEST_NS: u64 = 500_000_000;
 const LONGEST_NS: u64 = 16_000_000_000;
 
 /// Turns of vGPUs below their shares.
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_of_turns_lengthens_slices_for_a_second() {
+    fn a_burst_of_turns_lengthens_slices_for_a_moment() {
         let mut turns = Turns::default();
         assert!(many(&mut turns, 10, 400, 400) <= 0.0);
         many(&mut turns, 1, 2000, 400);

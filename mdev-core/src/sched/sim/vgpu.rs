@@ -27,6 +27,8 @@ pub(super) struct SimulatedVgpu {
     left_ns: u64,
     /// Start of the next burst, or else start of the wait for the engine.
     ready_ns: u64,
+    /// When this burst was due.
+    due_ns: u64,
     /// End of the last turn, and whether work was left then.
     ran_until_ns: Option<u64>,
     has_more: bool,
@@ -48,6 +50,7 @@ impl SimulatedVgpu {
             meter: None,
             left_ns: workload.burst_ns,
             ready_ns: now_ns.saturating_add(workload.start_ns),
+            due_ns: now_ns.saturating_add(workload.start_ns),
             ran_until_ns: None,
             has_more: false,
             usage: Usage::default(),
@@ -87,7 +90,7 @@ impl SimulatedVgpu {
     /// Starts with the work of another workload at `now_ns`.
     #[cfg(test)]
     pub(super) fn wake(&mut self, now_ns: u64) {
-        (self.left_ns, self.ready_ns) = (self.workload.burst_ns, now_ns);
+        (self.left_ns, self.ready_ns, self.due_ns) = (self.workload.burst_ns, now_ns, now_ns);
     }
 
     fn has_work(&self, now_ns: u64) -> bool {
@@ -149,7 +152,8 @@ impl SimulatedVgpu {
         self.has_more = self.left_ns > 0;
         if !self.has_more {
             self.left_ns = self.workload.burst_ns;
-            self.ready_ns = self.ready_ns.saturating_add(self.workload.idle_ns);
+            self.due_ns = self.due_ns.saturating_add(self.workload.period_ns);
+            self.ready_ns = self.ready_ns.saturating_add(self.workload.idle_ns).max(self.due_ns);
         }
         ran_ns
     }

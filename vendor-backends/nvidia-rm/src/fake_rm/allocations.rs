@@ -23,6 +23,10 @@ pub fn alloc(
     params: Option<&[u8]>,
 ) -> Result<(), Refusal> {
     let class = state.generation().class_of_hopper(alloc.class).ok_or(status::INVALID_CLASS)?;
+    if state.no_memory.0 == class && state.no_memory.1 > 0 {
+        state.no_memory.1 -= 1;
+        return Err(status::NO_MEMORY);
+    }
     let mut object =
         Object { client: alloc.root, parent: alloc.parent, class, ..Default::default() };
     match class {

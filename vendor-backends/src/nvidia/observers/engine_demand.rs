@@ -20,6 +20,10 @@ const LONG_WAIT_NS: u64 = 30_000_000;
 /// Time by which a residency may exceed the slice if the slice ends it.
 const OVERRUN_NS: u64 = 1_000_000;
 
+/// Number of residencies after a change of the slice that may have the slice before: one had begun,
+/// and one may begin before the driver has set the slice.
+const FORMER: u8 = 2;
+
 /// A wait for the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Wait {
@@ -40,14 +44,17 @@ impl Wait {
 /// Demand of one vGPU for the compute engine. Times are of the GPU's clock, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct EngineDemand {
-    /// The last slices of a group, to tell a slice that was used up from one that was not. A
-    /// residency may have begun under the slice before.
+    /// The last slices of a group, to tell a slice that was used up from one that was not.
     slices_ns: [u64; 2],
+    /// Number of residencies that may still have the slice before.
+    with_former: u8,
     /// Longest wait for the engine.
     longest_wait_ns: u64,
     resident_since_ns: Option<u64>,
     /// End of the last residency.
     left_ns: u64,
+    /// The vGPU gave up most of that slice.
+    left_early: bool,
     /// The last submission.
     submitted_ns: u64,
     wait: Option<Wait>,
@@ -64,6 +71,7 @@ impl EngineDemand {
     pub fn set_slices(&mut self, slice_ns: u64, round_ns: u64) {
         if slice_ns != self.slices_ns[0] {
             self.slices_ns = [slice_ns, self.slices_ns[0]];
+            self.with_former = FORMER;
         }
         self.longest_wait_ns = round_ns.saturating_mul(2).saturating_add(LONG_WAIT_NS);
     }
@@ -120,8 +128,9 @@ impl EngineDemand {
     fn enter(&mut self, at_ns: u64) {
         self.resident_since_ns = Some(at_ns);
         if self.wait.is_none() && self.left_ns > 0 && self.submitted_ns < self.left_ns {
-            // The vGPU comes back without a submission, so it had left with work.
-            self.preemptions += 1;
+            // The vGPU comes back without a submission, so it had left with work. A program that
+            // waits for each request may submit the next while the engine changes contexts.
+            self.preemptions += u64::from(!self.left_early);
             self.wait = Some(Wait::new(self.left_ns));
         }
         if let Some(wait) = self.wait.take() {
@@ -145,7 +154,11 @@ impl EngineDemand {
         let Some(since_ns) = self.resident_since_ns.take() else { return };
         let had_ns = at_ns.saturating_sub(since_ns);
         self.left_ns = at_ns;
-        let slice_ns = self.slices_ns.into_iter().filter(|ns| *ns > 0).min().unwrap_or(1);
+        let former = usize::from(self.with_former > 0);
+        let slices_ns = self.slices_ns[..=former].iter().copied();
+        let slice_ns = slices_ns.filter(|ns| *ns > 0).min().unwrap_or(1);
+        self.with_former = self.with_former.saturating_sub(1);
+        self.left_early = had_ns < slice_ns / 2;
         // Without others that wait, a vGPU keeps the engine beyond its slice, with or without work.
         let beyond = had_ns > slice_ns + slice_ns / 4 + OVERRUN_NS;
         let recent = at_ns.saturating_sub(self.submitted_ns) < RECENT_NS;
@@ -266,10 +279,39 @@ mod tests {
         demand.add(&record(END, OWN, 4 * MS), OWN);
         assert!(demand.is_waiting());
         // Whatever the slice is, a vGPU that comes back without a submission was waiting.
-        demand.reside(10 * MS, 11 * MS);
+        demand.reside(10 * MS, 12 * MS);
         assert!(!demand.is_waiting());
         demand.add(&record(START, OWN, 15 * MS), OWN);
-        assert_eq!((demand.waited_ns(15 * MS), demand.preemptions()), (11 * MS - 1, 2));
+        assert_eq!((demand.waited_ns(15 * MS), demand.preemptions()), (10 * MS - 1, 2));
+    }
+
+    #[test]
+    fn a_short_slice_of_before_does_not_make_requests_use_up_slices() {
+        let mut demand = demand(200 * US);
+        demand.set_slices(12 * MS, 24 * MS);
+        for request in 1..=100 {
+            let at = request * 13 * MS;
+            demand.submit(at - MS);
+            demand.reside(at, at + 400 * US);
+        }
+        assert_eq!(demand.preemptions(), 2);
+    }
+
+    #[test]
+    fn requests_that_follow_each_other_at_once_do_not_use_up_slices() {
+        let mut demand = demand(12 * MS);
+        demand.submit(1);
+        for round in 1..=100 {
+            // The next request comes while the engine changes to another vGPU.
+            let at = round * 13 * MS;
+            demand.add(&record(START, OWN, at), OWN);
+            demand.submit(at + 350 * US);
+            demand.add(&record(END, OWN, at + 400 * US), OWN);
+        }
+        assert_eq!(demand.preemptions(), 0);
+        // It waits all the same.
+        demand.add(&record(START, OWN, 1_313 * MS), OWN);
+        assert_eq!(demand.waited_ns(1_313 * MS) / (100 * MS), 12);
     }
 
     #[test]

@@ -10,7 +10,8 @@
 //! channel with an ordinary ring: the driver is not asked for anything unusual.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use ipc::mem::Mapping;
 use mdev_core::abi::host::{GP_ENTRY_BYTES, GpEntry, MethodHeader, SEM_ADDR_LO, SET_OBJECT, SecOp};
@@ -44,6 +45,11 @@ const MEMORY_BYTES: u64 = 4 * PAGE_SIZE;
 const PUSHBUFFER_BYTES: u64 = 64;
 /// Shortest time slice, in microseconds: the probe has next to no work.
 const TIMESLICE_US: u64 = 50;
+
+/// Attempts to allocate the class, and the pause between them. The driver may be out of page tables
+/// for a moment while many vGPUs start at once.
+const ATTEMPTS: u32 = 5;
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// Number of a request to a [`SwitchProbe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -109,6 +115,17 @@ impl Drop for ProbeMemory {
     }
 }
 
+fn alloc_class(device: &Device, channel: &Arc<Object>) -> Result<Arc<Object>, GpuError> {
+    let (rm_client, compute) = (&device.rm_client, device.generation.compute);
+    for _ in 1..ATTEMPTS {
+        match rm_client.alloc(Some(channel), compute, None, "probe's class") {
+            Err(error) if error.is_out_of_memory() => thread::sleep(PAUSE),
+            result => return Ok(result?),
+        }
+    }
+    Ok(rm_client.alloc(Some(channel), compute, None, "probe's class")?)
+}
+
 impl SwitchProbe {
     /// Creates the probe. `doorbell` is the GPU's doorbell page.
     pub fn new(device: &Arc<Device>, doorbell: Arc<Mapping>) -> Result<Self, GpuError> {
@@ -144,7 +161,7 @@ impl SwitchProbe {
         let generation = device.generation;
         let channel =
             rm_client.alloc(Some(&group), generation.channel, Some(params), "probe's channel")?;
-        let class = rm_client.alloc(Some(&channel), generation.compute, None, "probe's class")?;
+        let class = alloc_class(device, &channel)?;
         let mut token = u32::MAX;
         channel.control(control::TOKEN, &mut token)?;
         let mut timeslice_us = TIMESLICE_US;

@@ -41,6 +41,11 @@ use worker::Worker;
 /// Limit of the time that a worker takes to exit. The last request of its VM takes microseconds.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The same for each other vGPU that is stopped at the time, and at most: a GPU's driver frees one
+/// after another.
+const EXIT_TIMEOUT_PER_OTHER: Duration = Duration::from_millis(100);
+const MAX_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Limit of the time that a killed worker takes to end, before a request to stop is answered.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -72,6 +77,13 @@ pub struct Record {
 fn release_timeout(imported_bytes: u64) -> Duration {
     let gib = u32::try_from(imported_bytes / GIB).unwrap_or(u32::MAX);
     RELEASE_TIMEOUT_PER_GIB.saturating_mul(gib).min(MAX_RELEASE_TIMEOUT)
+}
+
+/// Returns the limit of the time that a worker takes to exit while `others` do, too.
+fn exit_timeout(others: usize) -> Duration {
+    let others = u32::try_from(others).unwrap_or(u32::MAX);
+    let timeout = EXIT_TIMEOUT_PER_OTHER.saturating_mul(others).saturating_add(EXIT_TIMEOUT);
+    timeout.min(MAX_EXIT_TIMEOUT)
 }
 
 /// Request that waits for the end of a vGPU, or for the reason why it does not end.
@@ -357,8 +369,9 @@ impl Vgpu {
         self.apply(Event::RestartDue);
     }
 
-    /// Tells the worker to exit. Returns false without a worker: the vGPU is then removed at once.
-    pub fn begin_stop(&mut self, waiter: StopWaiter) -> bool {
+    /// Tells the worker to exit, beside so many `others` that exit. Returns false without a worker:
+    /// the vGPU is then removed at once.
+    pub fn begin_stop(&mut self, waiter: StopWaiter, others: usize) -> bool {
         if let State::Stuck { reason, .. } = self.state() {
             let error = ErrorDetail::new(ErrorCode::Unavailable, self.stuck(reason));
             // The request may have been cancelled.
@@ -372,7 +385,7 @@ impl Vgpu {
         if !self.state().is_ending() {
             log::info!("Stopping vGPU {}{}", self.id, self.user());
             self.terminate();
-            self.apply(Event::Stop { kill_at: Instant::now() + EXIT_TIMEOUT });
+            self.apply(Event::Stop { kill_at: Instant::now() + exit_timeout(others) });
         }
         true
     }
@@ -437,10 +450,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stop_waits_longer_for_large_vms_and_shorter_than_the_timeout_of_vgpuctl() {
+    fn a_stop_waits_longer_for_large_or_many_vms_and_shorter_than_the_timeout_of_vgpuctl() {
         assert_eq!(release_timeout(GIB - 1), Duration::ZERO);
         assert_eq!(release_timeout(32 * GIB), Duration::from_secs(16));
-        let longest = EXIT_TIMEOUT + KILL_TIMEOUT + release_timeout(u64::MAX);
+        assert_eq!(exit_timeout(0), Duration::from_secs(1));
+        assert_eq!(exit_timeout(31), Duration::from_millis(4100));
+        let longest = exit_timeout(usize::MAX) + KILL_TIMEOUT + release_timeout(u64::MAX);
         assert!(longest < Duration::from_secs(60));
     }
 }

@@ -25,6 +25,15 @@ fn on((gpu, slice_ms, switch_ns): (GpuFeatures, u64, u64)) -> Simulation {
     sim
 }
 
+impl Simulation {
+    /// Gives a vGPU other work.
+    fn turn_to(&mut self, index: usize, workload: Workload) {
+        self.vgpus[index].workload = workload.after(0);
+        self.vgpus[index].wake(self.now_ns);
+        self.enqueue(index);
+    }
+}
+
 /// Returns the engine time of each vGPU as parts of the time, in percent, over 10 s after 2 s.
 fn used(sim: &mut Simulation) -> Vec<f64> {
     sim.run(Duration::from_secs(2)).unwrap();
@@ -130,9 +139,7 @@ fn busy_pairs_keep_their_slices_until_a_service_works_beside_them() {
     sim.start(id(2), soft(20), Workload::IDLE).unwrap();
     let got = used(&mut sim);
     assert!(got.iter().sum::<f64>() > 98.0, "{got:?}");
-    sim.vgpus[2].workload = requests(300 * US, 100);
-    sim.vgpus[2].wake(sim.now_ns);
-    sim.enqueue(2);
+    sim.turn_to(2, requests(300 * US, 100));
     let got = used(&mut sim);
     assert!((got[0] - got[1]).abs() < 1.0 && got.iter().sum::<f64>() > 88.0, "{got:?}");
     let wait = sim.waits(id(2)).unwrap().quantile(0.99);
@@ -193,6 +200,44 @@ fn looking_brief_gains_nothing() {
                 assert!(got[1] <= f64::from(core) + 2.0, "{what}");
                 assert!(got[0] >= 0.8 * f64::from(100 - core), "{what}");
             }
+        }
+    }
+}
+
+/// Requests that follow each other at once.
+const REPEATED: Workload = Workload::bursty(50 * US, 300 * US, 50 * US);
+
+/// A service loads its model, and tries it out, before it answers requests. Requests that come late
+/// make the next ones late.
+#[test]
+fn a_service_that_starts_beside_a_training_soon_runs_at_once() {
+    let loads = [
+        Workload::steady(600 * US),
+        // Kernels that are launched one by one.
+        Workload::bursty(50 * US, 600 * US, 2 * MS),
+        REPEATED,
+    ];
+    for gpu in GPUS {
+        for (load, load_ms, hz) in loads
+            .into_iter()
+            .flat_map(|load| [70, 330, 1_010].map(|load_ms| (load, load_ms)))
+            .flat_map(|(load, load_ms)| [50, 100, 400].map(|hz| (load, load_ms, hz)))
+        {
+            let mut sim = on(gpu);
+            sim.start(id(0), soft(50), TRAINING).unwrap();
+            sim.start(id(1), soft(50), Workload::IDLE).unwrap();
+            sim.run(Duration::from_secs(2)).unwrap();
+            sim.turn_to(1, load);
+            sim.run(Duration::from_millis(load_ms)).unwrap();
+            sim.turn_to(1, REPEATED.every(1_000_000_000 / hz));
+            sim.reset_waits();
+            sim.run(Duration::from_secs(6)).unwrap();
+            let waits = sim.waits(id(1)).unwrap();
+            let what = format!("{gpu:?}: {hz}/s after {load_ms} ms of {load:?}");
+            // After work without an end, this takes two readings.
+            let p = if load.is_endless() { 0.95 } else { 0.99 };
+            let (slow, worst) = (waits.quantile(p), waits.quantile(1.0));
+            assert!(slow < 2_000 * US && worst < 18 * MS, "{what}: {} {} us", slow / US, worst / US);
         }
     }
 }

@@ -72,8 +72,9 @@ impl Parent {
 
     /// Begins to stop a vGPU. `done` is notified when the vGPU is removed, or cannot be.
     pub fn stop_vgpu(&mut self, env: &Environment, id: VgpuId, done: StopWaiter) {
+        let ending = self.vgpus.values().filter(|vgpu| vgpu.state().is_ending()).count();
         let Some(vgpu) = self.vgpus.get_mut(&id) else { return };
-        if !vgpu.begin_stop(done) {
+        if !vgpu.begin_stop(done, ending) {
             self.remove(env, id);
         }
     }
