@@ -241,3 +241,51 @@ fn a_service_that_starts_beside_a_training_soon_runs_at_once() {
         }
     }
 }
+
+/// A training that loads its kernels takes more and more of the GPU. The service was alone before.
+#[test]
+fn a_training_that_starts_beside_a_service_lets_it_run() {
+    for gpu in GPUS {
+        for (hz, load) in [100, 400].into_iter().flat_map(|hz| {
+            [(4, 1), (8, 2), (9, 3), (20, 5), (30, 20), (3, 3)].map(|load| (hz, load))
+        }) {
+            for load_ms in [100, 400, 700] {
+                let mut sim = on(gpu);
+                sim.start(id(0), soft(50), Workload::IDLE).unwrap();
+                sim.start(id(1), soft(50), Workload::IDLE).unwrap();
+                sim.run(Duration::from_secs(1)).unwrap();
+                sim.turn_to(1, Workload::bursty(50 * US, 600 * US, MS));
+                sim.run(Duration::from_millis(400)).unwrap();
+                sim.turn_to(1, REPEATED.every(1_000_000_000 / hz));
+                sim.run(Duration::from_secs(2)).unwrap();
+                sim.reset_waits();
+                sim.turn_to(0, Workload::bursty(50 * US, load.0 * MS, load.1 * MS));
+                sim.run(Duration::from_millis(load_ms)).unwrap();
+                sim.turn_to(0, TRAINING);
+                sim.run(Duration::from_secs(6)).unwrap();
+                let waits = sim.waits(id(1)).unwrap();
+                let (p99, worst) = (waits.quantile(0.99), waits.quantile(1.0));
+                let what = format!("{gpu:?}: {hz}/s beside {load:?} for {load_ms} ms");
+                let us = (p99 / US, worst / US);
+                assert!(p99 < 2_500 * US && worst < 4_500 * US, "{what}: {us:?} us");
+            }
+        }
+    }
+}
+
+/// Before its demand is known, work that begins beside few others has short slices.
+#[test]
+fn a_request_beside_work_that_begins_waits_for_a_short_slice() {
+    for gpu in GPUS {
+        let mut sim = on(gpu);
+        for n in 0..3 {
+            sim.start(id(n), soft(30), Workload::IDLE).unwrap();
+        }
+        sim.run(Duration::from_secs(1)).unwrap();
+        sim.turn_to(0, TRAINING);
+        sim.turn_to(1, REPEATED.every(10 * MS).after(MS));
+        sim.run(Duration::from_millis(500)).unwrap();
+        let worst = sim.waits(id(1)).unwrap().quantile(1.0);
+        assert!(worst < 3_500 * US, "{gpu:?}: {} us", worst / US);
+    }
+}
