@@ -18,7 +18,8 @@ pub struct Workload {
 
 impl Workload {
     /// No work.
-    pub const IDLE: Self = Self { piece_ns: 1, burst_ns: 0, idle_ns: u64::MAX, start_ns: 0, period_ns: 0 };
+    pub const IDLE: Self =
+        Self { piece_ns: 1, burst_ns: 0, idle_ns: u64::MAX, start_ns: 0, period_ns: 0 };
 
     /// Returns endless work.
     pub const fn steady(piece_ns: u64) -> Self {

@@ -237,7 +237,12 @@ fn a_service_that_starts_beside_a_training_soon_runs_at_once() {
             // After work without an end, this takes two readings.
             let p = if load.is_endless() { 0.95 } else { 0.99 };
             let (slow, worst) = (waits.quantile(p), waits.quantile(1.0));
-            assert!(slow < 2_000 * US && worst < 18 * MS, "{what}: {} {} us", slow / US, worst / US);
+            assert!(
+                slow < 2_000 * US && worst < 18 * MS,
+                "{what}: {} {} us",
+                slow / US,
+                worst / US
+            );
         }
     }
 }
