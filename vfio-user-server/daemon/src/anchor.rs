@@ -30,12 +30,15 @@ use nix::sys::socket::{MsgFlags, Shutdown, getsockopt, recv, setsockopt, shutdow
 use nix::sys::time::TimeVal;
 use vendor_backends::backend::BACKENDS;
 
+use self::restarts::Restarts;
 use crate::spawn::{self, Limits, Process};
 use crate::worker::journal;
 use crate::worker::journal::descriptors::{Descriptors, Key, Message};
 use crate::worker::sandbox;
 use crate::worker::{self, End, WorkerArgs, WorkerFds};
 use vgpud_host::users::Account;
+
+mod restarts;
 
 /// A worker that works for less may die of what its predecessor left.
 const SHORT_LIFE: Duration = Duration::from_millis(5);
@@ -158,6 +161,7 @@ impl Anchor {
     /// Starts workers until one exits by itself, or the manager ends the vGPU.
     fn serve(&mut self) -> Result<()> {
         let mut short_lives = 0;
+        let mut restarts = Restarts::new(Instant::now());
         loop {
             self.works_since = None;
             let ended = self.serve_with_worker();
@@ -170,6 +174,9 @@ impl Anchor {
                 Err(error) if has_failed => (Level::Error, format!("{error:#}")),
                 Err(error) => return Err(error),
             };
+            if self.is_stopped_within(restarts.pause(Instant::now()))? {
+                return Ok(());
+            }
             if has_failed {
                 log::error!("The new program cannot continue ({how}); the one before does");
                 self.tell_upgrader(Message::FAILED);
@@ -181,6 +188,22 @@ impl Anchor {
                 bail!("The worker ended {short_lives} times in a row, at last: {how}");
             }
             log::log!(level, "The worker ended ({how}); another one continues");
+        }
+    }
+
+    /// Waits for the manager to end the vGPU, for `time` at most. Returns whether it does.
+    fn is_stopped_within(&self, time: Duration) -> Result<bool> {
+        let until = Instant::now() + time;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let mut stop = [PollFd::new(self.stop.as_fd(), PollFlags::POLLIN)];
+            let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+            match poll(&mut stop, timeout) {
+                Ok(0) if left.is_zero() => return Ok(false),
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) => return Ok(true),
+                Err(error) => return Err(error.into()),
+            }
         }
     }
 
