@@ -6,8 +6,11 @@
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::thread;
+use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use cuda_socket::{MAX_PACKET, Reply, Request, VERSION, decode_numbered, encode, encode_numbered};
 use ipc::seqpacket::SeqPacket;
 use mdev_core::abi::control::reg;
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
@@ -16,10 +19,11 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::socket::{SockType, getsockopt, sockopt};
 use nix::unistd::Pid;
+use serde_json::json;
 use system_tests::bytes;
 use system_tests::fuse::SilentFs;
 use system_tests::raw_client::{DMA_MAP, DMA_UNMAP, GET_INFO, RawClient, SET_IRQS};
-use system_tests::skipped;
+use system_tests::{Vgpud, skipped};
 
 use super::abuse::{CONTROL, RAM, Victim, map, memory};
 
@@ -104,14 +108,44 @@ fn a_silent_file_system_as_guest_memory_stops_neither_worker_nor_manager() -> Re
     // More files than can be kept: the client is cut off.
     let message = RawClient::message(0, DMA_MAP, 0, &map(16 * GIB, PAGE_SIZE));
     let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-    client.send_bytes(&message, &files);
-    // The worker may have closed the connection already.
-    let _ = client.try_send_bytes(&message, &files);
-    client.is_closed();
+    // Until the worker knows that they cannot be closed, it refuses them.
+    while client.try_send_bytes(&message, &files).is_ok() && client.receive().is_some() {
+        thread::sleep(Duration::from_millis(50));
+    }
     victim.neighbour_works("many files of a silent file system");
     assert_eq!(victim.vgpud.show(&victim.uuid)?["pid"], victim.worker);
     drop(fs);
     victim.survives("the file system is gone", |_| {});
+    Ok(())
+}
+
+#[test]
+fn a_silent_file_system_as_a_programs_file_stops_neither_worker_nor_other_programs() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-1C", "run": true }))?;
+    let worker = vgpud.show(&uuid)?["pid"].clone();
+    let Some(fs) = silent_fs() else { return Ok(()) };
+    let file = fs.file().unwrap().as_fd();
+    let mut buffer = vec![0; MAX_PACKET];
+    let mut answer = |program: &SeqPacket| -> Result<(u64, Reply)> {
+        let len = program.recv(&mut buffer)?.context("No answer")?.len;
+        Ok(decode_numbered(&buffer[..len])?)
+    };
+    fs.fall_silent();
+    for files in [&[][..], &[file]] {
+        let program = SeqPacket::connect(&vgpud.vfio_socket(&uuid).with_file_name("cuda.sock"))?;
+        program.send(&encode(&Request::Hello { version: VERSION })?, files)?;
+        assert!(matches!(answer(&program)?, (0, Reply::Welcome(_))), "{} files", files.len());
+        for number in 1..4 {
+            program.send(&encode_numbered(number, &Request::Identify)?, files)?;
+            assert_eq!(answer(&program)?, (number, Reply::Failed { errno: libc::ENOTTY }));
+        }
+        // What is no request does not stop the worker either.
+        program.send(&[0xff; 9], files)?;
+        assert!(program.recv(&mut [0; 64])?.is_none(), "the program is cut off");
+    }
+    assert_eq!(vgpud.show(&uuid)?["pid"], worker);
+    drop(fs);
     Ok(())
 }
 

@@ -68,12 +68,30 @@ impl SeqPacket {
     /// Connects to a listener at `path`, with a timeout for the connection and for all later sends
     /// and receives.
     pub fn connect_with_timeout(path: &Path, timeout: Duration) -> io::Result<Self> {
-        let fd = new_socket()?;
+        Self(new_socket()?).connected(path, timeout)
+    }
+
+    /// Connects as [`Self::connect_with_timeout`]. The peer cannot send file descriptors
+    /// ([`Self::refuse_fds`]).
+    pub fn connect_without_fds(path: &Path, timeout: Duration) -> io::Result<Self> {
+        let socket = Self(new_socket()?);
+        socket.refuse_fds();
+        socket.connected(path, timeout)
+    }
+
+    fn connected(self, path: &Path, timeout: Duration) -> io::Result<Self> {
+        let Self(fd) = self;
         let timeout = TimeVal::microseconds(timeout.as_micros() as i64);
         setsockopt(&fd, SendTimeout, &timeout)?;
         setsockopt(&fd, ReceiveTimeout, &timeout)?;
         connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
         Ok(Self(fd))
+    }
+
+    /// Has the kernel refuse packets with file descriptors to this end, as [`foreign_fds::refuse`]
+    /// says.
+    pub fn refuse_fds(&self) {
+        foreign_fds::refuse(self.0.as_fd());
     }
 
     /// Sends one packet and waits for buffer space. Fails with `EPIPE` if the peer is gone; never
@@ -364,5 +382,26 @@ mod tests {
         let (a, b) = SeqPacket::pair().unwrap();
         a.send(&[0; 32], &[]).unwrap();
         assert!(b.recv(&mut [0; 16]).is_err());
+    }
+
+    #[test]
+    fn an_end_without_descriptors_refuses_them_to_its_peer() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let listener = SeqPacketListener::bind(&path).unwrap();
+        let connected = SeqPacket::connect_without_fds(&path, Duration::from_secs(10)).unwrap();
+        let accepted = listener.accept().unwrap();
+        let (ours, theirs) = SeqPacket::pair().unwrap();
+        ours.refuse_fds();
+        for (ours, theirs) in [(connected, accepted), (ours, theirs)] {
+            let file = tempfile::tempfile().unwrap();
+            match theirs.send(b"file", &[file.as_fd()]) {
+                Err(error) => assert_eq!(error.kind(), io::ErrorKind::PermissionDenied),
+                // Before Linux 6.16, the kernel discards the descriptor when it is received.
+                Ok(()) => assert!(ours.recv(&mut [0; 8]).unwrap().unwrap().fds.is_empty()),
+            }
+            theirs.send(b"text", &[]).unwrap();
+            assert_eq!(ours.recv(&mut [0; 8]).unwrap().unwrap().len, 4);
+        }
     }
 }

@@ -112,7 +112,8 @@ fn close_session(socket: OwnedFd) {
         left = left.saturating_sub(discarded);
         is_open = discarded > 0;
     }
-    foreign_fds::close(socket);
+    // The anchor is about to end, and its threads with it.
+    drop(socket);
 }
 
 /// Returns what a worker's start reads: its program and the C library.

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ipc::seqpacket::{MAX_PACKET, Packet, SeqPacket};
+use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use mdev_core::device::{ConfigWrite, Scanout};
 use mdev_core::gpu::StagedCopy;
 use vgpud_host::text::one_line;
@@ -54,7 +54,7 @@ fn status_within(timeout: Duration, control: &Path) -> io::Result<WorkerStatus> 
         io::Error::new(io::ErrorKind::Unsupported, format!("The worker {what}; {known}"))
     };
     let question = WorkerRequest::Status { version: OLDEST };
-    let reply = match exchange_within(timeout, control, &question, &[], SeqPacket::recv) {
+    let reply = match exchange_within(timeout, control, &question, &[], Takes::NoFds) {
         Ok((reply, _)) => reply,
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
             return Err(unsupported("does not speak a supported version of the control protocol"));
@@ -106,7 +106,7 @@ fn shown(mut status: WorkerStatus) -> WorkerStatus {
 /// Requests the scanout of a worker's display, with the descriptors that the worker passes. A
 /// worker that was compromised can pass any.
 pub fn scanout(control: &Path) -> io::Result<(io::Result<Scanout>, Vec<OwnedFd>)> {
-    let (reply, fds) = exchange(control, &WorkerRequest::Scanout, &[], SeqPacket::recv_with_fds)?;
+    let (reply, fds) = exchange(control, &WorkerRequest::Scanout, &[], Takes::Fds)?;
     let scanout = match reply {
         WorkerReply::Scanout(scanout) => Ok(scanout),
         other => Err(unexpected(&other)),
@@ -236,13 +236,13 @@ pub struct StagedCopier(SeqPacket);
 impl StagedCopier {
     /// Connects to a worker.
     pub fn connect(control: &Path) -> io::Result<Self> {
-        SeqPacket::connect_with_timeout(control, SAVE_TIMEOUT).map(Self)
+        SeqPacket::connect_without_fds(control, SAVE_TIMEOUT).map(Self)
     }
 
     /// Makes a copy, and waits for its end.
     pub fn copy(&self, copy: StagedCopy) -> io::Result<()> {
         let request = WorkerRequest::CopyStaged(copy);
-        accept_done(exchange_on(&self.0, &request, &[], SeqPacket::recv)?.0)
+        accept_done(exchange_on(&self.0, &request, &[], Takes::NoFds)?.0)
     }
 }
 
@@ -254,8 +254,7 @@ fn with_memory(
     message: &WorkerRequest,
     fds: &[BorrowedFd<'_>],
 ) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
-    let (reply, fds) =
-        exchange_within(SAVE_TIMEOUT, control, message, fds, SeqPacket::recv_with_fds)?;
+    let (reply, fds) = exchange_within(SAVE_TIMEOUT, control, message, fds, Takes::Fds)?;
     if fds.iter().all(|fd| foreign_fds::is_memory(fd.as_fd())) {
         return Ok((reply, fds));
     }
@@ -273,7 +272,7 @@ fn done(control: &Path, message: &WorkerRequest) -> io::Result<()> {
 
 /// Sends a request that can take as long as the work of the vGPU, or as its memory is large.
 fn done_in_time(control: &Path, message: &WorkerRequest) -> io::Result<()> {
-    accept_done(exchange_within(SAVE_TIMEOUT, control, message, &[], SeqPacket::recv)?.0)
+    accept_done(exchange_within(SAVE_TIMEOUT, control, message, &[], Takes::NoFds)?.0)
 }
 
 fn accept_done(reply: WorkerReply) -> io::Result<()> {
@@ -286,8 +285,7 @@ fn accept_done(reply: WorkerReply) -> io::Result<()> {
 /// Tells a worker to make room for another one. It leaves even if nothing waits for its answer, so
 /// the wait is as long as for the next worker.
 pub fn leave(control: &Path) -> io::Result<()> {
-    let answer =
-        exchange_within(START_TIMEOUT, control, &WorkerRequest::Leave, &[], SeqPacket::recv);
+    let answer = exchange_within(START_TIMEOUT, control, &WorkerRequest::Leave, &[], Takes::NoFds);
     accept_done(answer?.0)
 }
 
@@ -297,7 +295,7 @@ pub struct TakenProgram(SeqPacket);
 
 /// Passes the program of the next worker to an anchor.
 pub fn pass_program(upgrade: &Path, program: BorrowedFd<'_>) -> io::Result<TakenProgram> {
-    let socket = SeqPacket::connect_with_timeout(upgrade, START_TIMEOUT)?;
+    let socket = SeqPacket::connect_without_fds(upgrade, START_TIMEOUT)?;
     socket.send(&Message::Keep(Key::PROGRAM).encode(), &[program])?;
     match receive(&socket)? {
         Some(Message::Keep(Key::PROGRAM)) => Ok(TakenProgram(socket)),
@@ -337,22 +335,29 @@ pub fn attach(control: &Path, gpu: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
+/// Whether a reply has descriptors.
+#[derive(Clone, Copy, Debug)]
+enum Takes {
+    Fds,
+    NoFds,
+}
+
 /// Sends a request whose reply has no descriptors.
 fn request(
     control: &Path,
     message: &WorkerRequest,
     fds: &[BorrowedFd<'_>],
 ) -> io::Result<WorkerReply> {
-    Ok(exchange(control, message, fds, SeqPacket::recv)?.0)
+    Ok(exchange(control, message, fds, Takes::NoFds)?.0)
 }
 
 fn exchange(
     control: &Path,
     message: &WorkerRequest,
     fds: &[BorrowedFd<'_>],
-    receive: fn(&SeqPacket, &mut [u8]) -> io::Result<Option<Packet>>,
+    takes: Takes,
 ) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
-    exchange_within(TIMEOUT, control, message, fds, receive)
+    exchange_within(TIMEOUT, control, message, fds, takes)
 }
 
 fn exchange_within(
@@ -360,21 +365,28 @@ fn exchange_within(
     control: &Path,
     message: &WorkerRequest,
     fds: &[BorrowedFd<'_>],
-    receive: fn(&SeqPacket, &mut [u8]) -> io::Result<Option<Packet>>,
+    takes: Takes,
 ) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
-    let socket = SeqPacket::connect_with_timeout(control, timeout)?;
-    exchange_on(&socket, message, fds, receive)
+    let socket = match takes {
+        Takes::Fds => SeqPacket::connect_with_timeout(control, timeout)?,
+        Takes::NoFds => SeqPacket::connect_without_fds(control, timeout)?,
+    };
+    exchange_on(&socket, message, fds, takes)
 }
 
 fn exchange_on(
     socket: &SeqPacket,
     message: &WorkerRequest,
     fds: &[BorrowedFd<'_>],
-    receive: fn(&SeqPacket, &mut [u8]) -> io::Result<Option<Packet>>,
+    takes: Takes,
 ) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
     socket.send(&serde_json::to_vec(message)?, fds)?;
     let mut buffer = vec![0; MAX_PACKET];
-    let packet = receive(socket, &mut buffer).map_err(|error| match error.kind() {
+    let packet = match takes {
+        Takes::Fds => socket.recv_with_fds(&mut buffer),
+        Takes::NoFds => socket.recv(&mut buffer),
+    };
+    let packet = packet.map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => {
             io::Error::new(io::ErrorKind::TimedOut, "The worker does not answer")
         }

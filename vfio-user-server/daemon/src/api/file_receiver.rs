@@ -42,6 +42,9 @@ pub struct FileReceiver {
 impl FileReceiver {
     /// Wraps a connection. Returns what a request takes a file from, too.
     pub fn new(stream: UnixStream, is_admin: bool) -> (Self, PassedFile) {
+        if !is_admin {
+            foreign_fds::refuse(stream.as_fd());
+        }
         let file = PassedFile::default();
         (Self { stream, file: is_admin.then(|| file.clone()) }, file)
     }

@@ -63,7 +63,7 @@ impl Worker {
         control: &Path,
         foreign: Option<String>,
     ) -> Self {
-        let tether = SeqPacket::connect_with_timeout(control, worker_client::TIMEOUT)
+        let tether = SeqPacket::connect_without_fds(control, worker_client::TIMEOUT)
             .inspect_err(|error| log::warn!("Cannot connect to the worker of vGPU {vgpu}: {error}"))
             .ok();
         Self { process, generation, since: Instant::now(), foreign, _tether: tether }

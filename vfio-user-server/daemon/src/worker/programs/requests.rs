@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use cuda_socket::{FileId, Node, Reply, Request, VERSION, decode, decode_numbered, encode};
 use cuda_socket::{MAX_PACKET, encode_numbered};
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::SeqPacket;
 use nix::errno::Errno;
 use nix::sys::stat::fstat;
@@ -26,7 +27,7 @@ pub(super) struct Incoming {
     /// 0 for a hello.
     number: u64,
     request: Request,
-    fds: Vec<OwnedFd>,
+    fds: Vec<ForeignFd>,
 }
 
 /// Returns the number of a request in a packet: 0 for a hello, which has none.
@@ -57,8 +58,12 @@ impl Programs {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
             packet => packet?.ok_or(io::ErrorKind::UnexpectedEof)?,
         };
+        let fds: Vec<_> = packet.fds.into_iter().map(ForeignFd::from).collect();
+        if !fds.is_empty() && foreign_fds::is_exhausted() {
+            return Err(io::Error::other("files of programs cannot be closed"));
+        }
         let (number, request) = parse(&buffer[..packet.len], connection.greeted)?;
-        Ok(Some(Incoming { number, request, fds: packet.fds }))
+        Ok(Some(Incoming { number, request, fds }))
     }
 
     /// Serves a request, if there is one.
@@ -136,7 +141,7 @@ impl Programs {
         &mut self,
         function: &mut Function,
         request: Request,
-        fds: Vec<OwnedFd>,
+        fds: Vec<ForeignFd>,
         process: i32,
         changes: &mut Changes,
     ) -> (Reply, Vec<OwnedFd>) {
@@ -156,7 +161,8 @@ impl Programs {
             },
             Request::Ioctl(request) => {
                 let mut client = function.inner_mut().client();
-                match self.front_end.ioctl(&mut **client, &request, fds.into_iter().next()) {
+                let shared = fds.into_iter().next().and_then(ForeignFd::into_memory);
+                match self.front_end.ioctl(&mut **client, &request, shared) {
                     Outcome::Fetch(fetch) => (Reply::Fetch(fetch), Vec::new()),
                     Outcome::Done(done, fds) => (Reply::Done(done), fds),
                 }
@@ -177,8 +183,9 @@ impl Programs {
     }
 
     /// Returns the file whose program's end is `fd`.
-    fn identify(&self, fd: Option<OwnedFd>) -> Option<(FileId, Node)> {
-        let stat = fstat(fd?.as_fd()).ok()?;
+    fn identify(&self, fd: Option<ForeignFd>) -> Option<(FileId, Node)> {
+        let fd = fd?;
+        let stat = fstat(fd.as_unix_socket()?).ok()?;
         let asked = (stat.st_dev, stat.st_ino);
         let (file, _) = self.files.values().find(|(file, _)| file.inode == asked)?;
         Some((file.id, self.front_end.node(file.id)?))
