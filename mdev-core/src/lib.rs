@@ -13,6 +13,7 @@
 //!    definitions, atomic file replacement, video memory
 //! 8. [`sched`]: the scheduler of the GPU's time
 //! 9. [`stream`]: the file format of a saved vGPU
+//! 10. [`untrusted`]: text and files that less trusted processes choose
 #![warn(missing_docs)]
 
 pub mod abi;
@@ -31,3 +32,4 @@ pub mod stream;
 #[cfg(any(test, feature = "test-util"))]
 pub mod testing;
 pub mod units;
+pub mod untrusted;

@@ -1,6 +1,5 @@
 //! `doctor`: checks of this node and its cluster, with a fix for each problem. Nothing is changed.
 
-use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
@@ -15,6 +14,7 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::PostParams;
 use kube::{Api, Client as KubeClient};
+use mdev_core::untrusted::{TABLE, read_text};
 use vgpud_api::{Parent, ParentState};
 use vgpud_client::{Client, ClientError};
 
@@ -132,7 +132,7 @@ fn vgpud(parents: &Result<Vec<Parent>, ClientError>) -> Vec<Finding> {
 /// Checks that the container runtime reads CDI files: containerd 2 does, 1.7 has it switched off.
 fn runtime(root: &Path) -> Finding {
     let path = root.join("etc/containerd/config.toml");
-    let text = fs::read_to_string(path).unwrap_or_default();
+    let text = read_text(&path, TABLE).unwrap_or_default();
     let squeezed: String = text.chars().filter(|c| !c.is_whitespace()).collect();
     let off = squeezed.contains("enable_cdi=false");
     let old = squeezed.starts_with("version=2") && !squeezed.contains("enable_cdi=true");
@@ -322,6 +322,8 @@ async fn sharing(client: &KubeClient, node: &str) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn parent(state: &str, backend: &str) -> Parent {

@@ -1,25 +1,42 @@
 //! `vgpu-kube`: the node agent of Kubernetes.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::CommandFactory;
+use mdev_core::untrusted::one_line;
 use vgpu_kube::cli::{Cli, Command};
 use vgpu_kube::{agent, doctor, hook, manifests};
 use vgpud_host::command_line;
+
+/// Longest message of the log, in characters.
+const MAX_MESSAGE: usize = 4096;
 
 fn main() -> ExitCode {
     let cli = match command_line::parse::<Cli>(std::env::args_os()) {
         Ok(cli) => cli,
         Err(message) => return command_line::refuse("vgpu-kube", &message),
     };
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
+    start_log();
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vgpu-kube: {error:#}");
+            eprintln!("vgpu-kube: {}", one_line(&format!("{error:#}"), usize::MAX));
             ExitCode::FAILURE
         }
     }
+}
+
+/// Starts the log. A message is one line: names of claims, pods and domains come from users.
+fn start_log() {
+    let env = env_logger::Env::default().default_filter_or("info");
+    let mut log = env_logger::Builder::from_env(env);
+    log.format(|to, record| {
+        let message = one_line(&record.args().to_string(), MAX_MESSAGE);
+        let (time, level, target) = (to.timestamp(), record.level(), record.target());
+        writeln!(to, "[{time} {level:<5} {target}] {message}")
+    });
+    log.init();
 }
 
 fn run(cli: Cli) -> anyhow::Result<()> {

@@ -1,8 +1,10 @@
 //! Process that holds a lock on a file, from `/proc/locks`.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
+use mdev_core::untrusted::any_line;
 use nix::sys::stat::{major, minor};
 
 use crate::checkpoint::Process;
@@ -10,8 +12,14 @@ use crate::checkpoint::Process;
 /// Returns the process that has locked a file with `flock`, if the kernel tells.
 pub fn of(file: &File) -> Option<Process> {
     let about = file.metadata().ok()?;
-    let locks = fs::read_to_string("/proc/locks").ok()?;
-    Process::named(find(&locks, about.dev(), about.ino())?).ok()
+    let mut owner = None;
+    // Users can have any number of locks.
+    any_line(Path::new("/proc/locks"), |line| {
+        owner = find(line, about.dev(), about.ino());
+        owner.is_some()
+    })
+    .ok()?;
+    Process::named(owner?).ok()
 }
 
 /// Returns the process with a lock on a file. A line is

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use mdev_core::abi::control::{BAR_BYTES, MAGIC, reg};
 use mdev_core::abi::doorbell;
+use mdev_core::untrusted::{VALUE, read_text};
 use memmap2::{MmapOptions, MmapRaw};
 
 use crate::GuestError;
@@ -225,7 +226,7 @@ fn looks_right(folder: &Path) -> bool {
 }
 
 fn id(folder: &Path, which: &str) -> Option<u16> {
-    let text = fs::read_to_string(folder.join(which)).ok()?;
+    let text = read_text(&folder.join(which), VALUE).ok()?;
     u16::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
 }
 
@@ -246,7 +247,7 @@ fn enable(folder: &Path, config: &File) -> Result<(), GuestError> {
 fn resource_sizes(folder: &Path) -> Result<[u64; 6], GuestError> {
     let path = folder.join("resource");
     let text =
-        fs::read_to_string(&path).map_err(GuestError::os(format!("Reading {}", path.display())))?;
+        read_text(&path, VALUE).map_err(GuestError::os(format!("Reading {}", path.display())))?;
     Ok(parse_sizes(&text))
 }
 

@@ -9,6 +9,7 @@ use mdev_core::abi::compute::PARAM_BASE;
 use mdev_core::abi::control::Features;
 use mdev_core::abi::program::{self, Kernel, MAGIC, VERSION};
 use mdev_core::gpu::EngineKind;
+use mdev_core::untrusted::read_whole;
 use zerocopy::IntoBytes;
 
 use crate::GuestError;
@@ -19,6 +20,9 @@ use crate::device::Device;
 use crate::memory::Buffer;
 use crate::pushbuffer::Methods;
 use crate::work::factorial;
+
+/// Largest file with machine code, in bytes.
+const MAX_CUBIN: usize = 64 << 20;
 
 /// Default path of the kernels' machine code.
 pub const DEFAULT_CUBIN: &str = "/lib/tessera/kernels.cubin";
@@ -82,7 +86,7 @@ impl Programs {
 
     fn machine_code(&self, device: &Device, kernel: Kernel) -> Result<Program, GuestError> {
         let path = self.cubin.display();
-        let cubin = std::fs::read(&self.cubin).map_err(GuestError::os(format!(
+        let cubin = read_whole(&self.cubin, MAX_CUBIN).map_err(GuestError::os(format!(
             "This GPU executes machine code: reading {path} (--cubin)"
         )))?;
         let found = cubin::Program::find(&cubin, name(kernel))?;

@@ -1,7 +1,7 @@
 //! Client of the QEMU Machine Protocol (QMP).
 
 use std::collections::VecDeque;
-use std::io::{self, BufRead, BufReader, ErrorKind, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -12,6 +12,12 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 /// Timeout of an answer. QEMU answers at once, unless a vCPU holds its big lock.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+
+/// Longest line of QEMU, in bytes. The largest answer, that to `query-qmp-schema`, has a tenth.
+const MAX_LINE: usize = 4 << 20;
+
+/// Number of events that are kept between commands. A VM can cause any number of them.
+const MAX_EVENTS: usize = 1024;
 
 /// Error of a monitor.
 #[derive(Debug, thiserror::Error)]
@@ -120,6 +126,9 @@ impl Qmp {
                 let (command, text) = (command.to_owned(), text.to_owned());
                 return Err(QmpError::Refused { command, text });
             }
+            if self.events.len() == MAX_EVENTS {
+                self.events.pop_front();
+            }
             self.events.push_back(message);
         }
         Err(QmpError::Silent { what: format!("answer {command}"), seconds: ANSWER_LIMIT.as_secs() })
@@ -157,7 +166,11 @@ impl Qmp {
             }
             self.reader.get_ref().set_read_timeout(Some(left)).map_err(|error| ended(&error))?;
             // A line may arrive in parts; `self.line` keeps the data received before a timeout.
-            match self.reader.read_until(b'\n', &mut self.line) {
+            let room = (MAX_LINE - self.line.len()) as u64;
+            match self.reader.by_ref().take(room).read_until(b'\n', &mut self.line) {
+                Ok(0) if room == 0 => {
+                    return Err(QmpError::NoMonitor(format!("a line beyond {MAX_LINE} bytes")));
+                }
                 Ok(0) => return Err(QmpError::Ended(String::new())),
                 Ok(_) if self.line.ends_with(b"\n") => {
                     let message = serde_json::from_slice(&self.line);
@@ -177,6 +190,21 @@ impl Qmp {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_without_end_is_refused() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        let sending = std::thread::spawn(move || {
+            let piece = [b' '; 16 << 10];
+            while far.write_all(&piece).is_ok() {}
+        });
+        let mut qmp =
+            Qmp { reader: BufReader::new(near), line: Vec::new(), events: VecDeque::new() };
+        let error = qmp.next(Instant::now() + ANSWER_LIMIT).unwrap_err().to_string();
+        assert!(error.ends_with("a line beyond 4194304 bytes"), "{error}");
+        drop(qmp);
+        sending.join().unwrap();
+    }
 
     #[test]
     fn events_between_a_command_and_its_answer_are_kept() {

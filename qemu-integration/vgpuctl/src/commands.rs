@@ -38,7 +38,7 @@ use std::time::Duration;
 use vgpud_client::Client;
 
 use crate::cli::{Cli, Command};
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use crate::{doctor, top};
 
 /// Runs a command and returns its output.
@@ -82,7 +82,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
 /// Says why a command waits.
 fn note_silence(after: Duration) {
     let seconds = after.as_secs();
-    eprintln!(
-        "vgpuctl: note: vgpud has not answered for {seconds} s; `vgpuctl doctor` shows the last error of its log"
-    );
+    say(format_args!(
+        "note: vgpud has not answered for {seconds} s; `vgpuctl doctor` shows the last error of its log"
+    ));
 }

@@ -3,6 +3,7 @@
 use std::fmt::Display;
 
 use mdev_core::ids::VgpuId;
+use mdev_core::untrusted::one_line;
 use vgpud_api::{ErrorCode, ErrorDetail};
 use vgpud_client::ClientError;
 
@@ -48,6 +49,12 @@ pub enum Failure {
         "vGPU {0} is gone: it is neither running nor defined; `vgpuctl list` shows running vGPUs"
     )]
     Gone(VgpuId),
+}
+
+/// Prints a message to standard error, as one line. What a message quotes may come from a guest, a
+/// file or another host.
+pub fn say(message: impl Display) {
+    eprintln!("vgpuctl: {}", one_line(&message.to_string(), usize::MAX));
 }
 
 impl Failure {

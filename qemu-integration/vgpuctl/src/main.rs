@@ -24,7 +24,7 @@ use std::process::ExitCode;
 use vgpud_host::command_line;
 
 use crate::cli::Cli;
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 
 fn main() -> ExitCode {
     let cli = command_line::parse::<Cli>(expand_alias(std::env::args_os())).map_err(Failure::Usage);
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
                 // The error below counts the findings, also if writing them fails.
                 let _ = print(output);
             }
-            eprintln!("vgpuctl: {failure}");
+            say(&failure);
             failure.exit_status().into()
         }
     }

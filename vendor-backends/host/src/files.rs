@@ -5,8 +5,10 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Largest part of a file that is read, in bytes. The files in /proc and /sys are shorter.
-const MAX_FILE: usize = 1 << 20;
+use mdev_core::untrusted::{self, TABLE};
+
+/// Largest part of a command line that is read, in bytes. libvirt's for a large VM have a tenth.
+const MAX_COMMAND_LINE: usize = 128 << 10;
 
 /// A host's files below a root directory, which is `/` except in tests.
 #[derive(Clone, Debug)]
@@ -51,10 +53,14 @@ impl HostFiles {
         self.path(path).symlink_metadata().is_ok()
     }
 
-    /// Returns the text of a file, if the file can be read.
+    /// Returns the text of a file, if the file can be read; of a long one, the first MiB.
     pub fn read(&self, path: &str) -> Option<String> {
-        let bytes = fs::read(self.path(path)).ok()?;
-        Some(String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_FILE)]).into_owned())
+        self.read_start(path, TABLE)
+    }
+
+    fn read_start(&self, path: &str, max: usize) -> Option<String> {
+        let bytes = untrusted::read_start(&self.path(path), max).ok()?;
+        Some(String::from_utf8_lossy(&bytes).into_owned())
     }
 
     /// Returns the names in a directory in ascending order; none if the directory cannot be listed.
@@ -83,15 +89,16 @@ impl HostFiles {
         self.path(path).metadata().is_ok_and(|about| about.mode() & 6 == 6)
     }
 
-    /// Returns the processes.
-    pub fn processes(&self) -> Vec<Process> {
+    /// Returns the processes one after the other: users of the host can make all command lines
+    /// together as long as they like.
+    pub fn processes(&self) -> impl Iterator<Item = Process> {
         let numbers = self.names("proc").into_iter().filter_map(|name| name.parse::<u32>().ok());
         let process = |pid| {
-            let line = self.read(&format!("proc/{pid}/cmdline"))?;
+            let line = self.read_start(&format!("proc/{pid}/cmdline"), MAX_COMMAND_LINE)?;
             let args = line.split('\0').map(str::to_owned).filter(|arg| !arg.is_empty()).collect();
             Some(Process { pid, args })
         };
-        numbers.filter_map(process).collect()
+        numbers.filter_map(process)
     }
 
     /// Returns a hard limit of vgpud's manager by its name in `/proc/PID/limits`, if vgpud runs.
@@ -107,4 +114,25 @@ impl HostFiles {
 pub fn number_after(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_line_is_read_up_to_the_limit() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("proc/7");
+        fs::create_dir_all(&folder).unwrap();
+        let file = fs::File::create(folder.join("cmdline")).unwrap();
+        // Takes no space on the disk, as the command line of an attacker takes no memory.
+        file.set_len(1 << 40).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"qemu\0-name\0web", 0).unwrap();
+        let host = HostFiles::new(root.path().to_owned());
+        let args = ["qemu", "-name", "web"].map(str::to_owned).to_vec();
+        assert_eq!(host.processes().collect::<Vec<_>>(), [Process { pid: 7, args }]);
+        let text = host.read("proc/7/cmdline").unwrap();
+        assert_eq!(text.len(), TABLE);
+    }
 }

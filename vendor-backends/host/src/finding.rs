@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use mdev_core::untrusted::one_line;
 use serde::Serialize;
 
 /// Severity of a finding.
@@ -53,18 +54,44 @@ pub fn problems(findings: &[Finding]) -> usize {
 }
 
 impl Finding {
+    /// Creates a finding. What it quotes, such as the name of a VM, may come from a user.
+    fn new(check: &'static str, level: Level, what: &str, fix: Option<&str>) -> Self {
+        let line = |text| one_line(text, usize::MAX);
+        Self { check, level, what: line(what), fix: fix.map(line) }
+    }
+
     /// Reports that a check passed.
     pub fn ok(check: &'static str, what: impl Into<String>) -> Self {
-        Self { check, level: Level::Ok, what: what.into(), fix: None }
+        Self::new(check, Level::Ok, &what.into(), None)
     }
 
     /// Reports a restriction and its remedy.
     pub fn warning(check: &'static str, what: impl Into<String>, fix: impl Into<String>) -> Self {
-        Self { check, level: Level::Warning, what: what.into(), fix: Some(fix.into()) }
+        Self::new(check, Level::Warning, &what.into(), Some(&fix.into()))
     }
 
     /// Reports a failure and its remedy.
     pub fn problem(check: &'static str, what: impl Into<String>, fix: impl Into<String>) -> Self {
-        Self { check, level: Level::Problem, what: what.into(), fix: Some(fix.into()) }
+        Self::new(check, Level::Problem, &what.into(), Some(&fix.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_that_a_user_chose_stays_on_its_line() {
+        let name = "vm\u{1b}[2J\nok       vm       all is well\u{202e}";
+        for finding in [
+            Finding::ok("vm", name),
+            Finding::warning("vm", name, name),
+            Finding::problem("vm", name, name),
+        ] {
+            let lines = 1 + usize::from(finding.fix.is_some());
+            let text = text(&[finding]);
+            assert_eq!(text.lines().count(), lines, "{text:?}");
+            assert!(!text.contains(['\u{1b}', '\u{202e}']), "{text:?}");
+        }
     }
 }

@@ -9,6 +9,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use mdev_core::untrusted::{VALUE, read_text};
 use serde::Serialize;
 
 use crate::pci_address::PciAddress;
@@ -189,7 +190,7 @@ impl PciHost {
     pub fn device(&self, address: PciAddress) -> Result<PciDevice, HostError> {
         let folder = self.folder(address);
         let number = |name: &str| {
-            let text = fs::read_to_string(folder.join(name)).ok()?;
+            let text = read_text(&folder.join(name), VALUE).ok()?;
             u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
         };
         let known = (number("vendor"), number("device"), number("class"));
@@ -307,7 +308,7 @@ impl PciHost {
     }
 
     fn is_bridge(&self, address: PciAddress) -> bool {
-        let class = fs::read_to_string(self.folder(address).join("class")).unwrap_or_default();
+        let class = read_text(&self.folder(address).join("class"), VALUE).unwrap_or_default();
         class.trim().starts_with("0x06")
     }
 

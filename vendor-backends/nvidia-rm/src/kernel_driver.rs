@@ -3,7 +3,9 @@
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 
+use mdev_core::untrusted::{VALUE, read_text};
 use nix::errno::Errno;
 
 use crate::rm::{Node, Request, Rm};
@@ -23,7 +25,7 @@ pub struct KernelDriver;
 
 impl Rm for KernelDriver {
     fn version(&self) -> io::Result<String> {
-        Ok(fs::read_to_string(VERSION)?.trim().to_owned())
+        Ok(read_text(Path::new(VERSION), VALUE)?.trim().to_owned())
     }
 
     fn open(&self, node: Node) -> io::Result<OwnedFd> {

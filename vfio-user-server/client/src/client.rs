@@ -2,7 +2,7 @@
 
 use std::error::Error as _;
 use std::fmt::Display;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
@@ -16,6 +16,7 @@ use hyper::header::HeaderValue;
 use hyper::upgrade::Upgraded;
 use hyper::{Method, Request, Response, StatusCode, header};
 use hyper_util::rt::TokioIo;
+use mdev_core::untrusted::{self, VALUE};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -23,7 +24,6 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use vgpud_api::{ErrorBody, RFB_UPGRADE, SAVED_VGPU, Vgpu};
 use vgpud_host::body::BodyReader;
-use vgpud_host::text;
 
 use crate::error::ClientError;
 use crate::file_sender::FileSender;
@@ -256,7 +256,7 @@ impl Client {
     fn refusal(&self, status: StatusCode, bytes: &[u8]) -> ClientError {
         match serde_json::from_slice::<ErrorBody>(bytes) {
             Ok(mut body) => {
-                body.error.message = text::one_line(&body.error.message, usize::MAX);
+                body.error.message = untrusted::one_line(&body.error.message, usize::MAX);
                 ClientError::Refused(body.error)
             }
             Err(_) => self.invalid_response(format!("status {status} without a reason")),
@@ -309,9 +309,9 @@ impl Client {
 /// Returns the process ID of the vgpud that runs in the run directory of a control socket.
 fn manager_beside(socket: &Path) -> Option<u32> {
     // A manager holds this file and writes its process ID into it. The file outlives the manager.
-    let lock = fs::read_to_string(socket.with_file_name("lock")).ok()?;
+    let lock = untrusted::read_text(&socket.with_file_name("lock"), VALUE).ok()?;
     let pid = lock.trim().parse().ok()?;
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    let name = untrusted::read_text(Path::new(&format!("/proc/{pid}/comm")), VALUE).ok()?;
     (name.trim_end() == "vgpud").then_some(pid)
 }
 
@@ -359,7 +359,7 @@ pub fn vgpu_path(vgpu: impl Display) -> String {
 /// Returns whether a text of a response has control characters: it may come from a VM.
 fn has_control(value: &Value) -> bool {
     match value {
-        Value::String(string) => text::has_control(string),
+        Value::String(string) => untrusted::has_control(string),
         Value::Array(items) => items.iter().any(has_control),
         Value::Object(members) => members.values().any(has_control),
         _ => false,
@@ -369,7 +369,7 @@ fn has_control(value: &Value) -> bool {
 /// Returns a response with all texts as single lines without control characters.
 fn shown(value: Value) -> Value {
     match value {
-        Value::String(string) => Value::String(text::one_line(&string, usize::MAX)),
+        Value::String(string) => Value::String(untrusted::one_line(&string, usize::MAX)),
         Value::Array(items) => items.into_iter().map(shown).collect(),
         Value::Object(members) => {
             members.into_iter().map(|(name, value)| (name, shown(value))).collect()

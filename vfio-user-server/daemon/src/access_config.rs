@@ -1,11 +1,12 @@
 //! Users and groups of the manager: from the command line, or the usual ones that exist on the
 //! host.
 
-use std::fs;
+use std::path::Path;
 use std::str::FromStr;
 
 use anyhow::{Context, bail};
 use mdev_core::definition::Owner;
+use mdev_core::untrusted::{TABLE, read_text};
 use vgpud::api::access::{Group, Rules};
 use vgpud_host::uid_range::UidRange;
 use vgpud_host::users::{Account, Users};
@@ -89,7 +90,7 @@ impl AccessConfig {
             )?,
         };
         let worker_uids = if own.uid == 0 {
-            let uid_map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+            let uid_map = read_text(Path::new("/proc/self/uid_map"), TABLE).unwrap_or_default();
             worker_uids(args.worker_uids, users, &uid_map)?
         } else {
             None
@@ -143,6 +144,8 @@ fn group(
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use clap::Parser;
 
     use super::super::{Cli, Role};

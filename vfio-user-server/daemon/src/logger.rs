@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use log::{Log, Metadata, Record};
-use vgpud_host::text::one_line;
+use mdev_core::untrusted::one_line;
 
 use crate::log_limiter::LogLimiter;
 use crate::vgpu_names;

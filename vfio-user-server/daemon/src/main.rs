@@ -9,6 +9,7 @@ use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand};
 use host_inventory::SUPPORT;
 use mdev_core::definition::Owner;
+use mdev_core::untrusted::one_line;
 use vgpud::backend::ParentConfig;
 use vgpud::web_console::request_guard::Address;
 use vgpud::{anchor, gpu_process, manager, run, spawn, worker};
@@ -157,7 +158,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vgpud: {}", with_causes(error.as_ref()));
+            eprintln!("vgpud: {}", one_line(&with_causes(error.as_ref()), usize::MAX));
             ExitCode::FAILURE
         }
     }

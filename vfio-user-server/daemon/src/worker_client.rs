@@ -9,7 +9,7 @@ use std::time::Duration;
 use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use mdev_core::device::{ConfigWrite, Scanout};
 use mdev_core::gpu::StagedCopy;
-use vgpud_host::text::one_line;
+use mdev_core::untrusted::one_line;
 
 use crate::spawn;
 use crate::worker::journal::descriptors::{Key, Message};

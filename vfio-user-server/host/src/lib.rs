@@ -2,7 +2,7 @@
 //!
 //! * [`users`]: users and groups of this host
 //! * [`uid_range`]: range of user IDs for processes
-//! * [`text`]: text from processes that are not trusted
+//! * [`text`]: text of errors with their causes
 //! * [`body`]: bodies of HTTP messages as readers and writers
 //! * [`preload`]: the preload library of CUDA programs
 //! * [`command_line`]: parser of command lines with errors of one line

@@ -3,11 +3,14 @@
 //! The C library's lookups load modules, can block on a directory server and cannot be linked
 //! statically. Users and groups that are in neither file are given by number.
 
-use std::fs;
 use std::io;
 use std::path::Path;
 
 use mdev_core::definition::Owner;
+use mdev_core::untrusted::read_text;
+
+/// Limit of each file, in bytes: some hosts have a hundred thousand users.
+const MAX_BYTES: usize = 64 << 20;
 
 /// User ID and group ID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,16 +48,12 @@ impl Users {
     /// Reads the files below `root`. A file that cannot be read counts as empty.
     pub fn in_root(root: &Path) -> Self {
         let read = |name: &str| {
-            let bytes = match fs::read(root.join("etc").join(name)) {
-                Ok(bytes) => bytes,
-                Err(error) => {
-                    if error.kind() != io::ErrorKind::NotFound {
-                        log::warn!("Cannot read /etc/{name}: {error}");
-                    }
-                    Vec::new()
+            read_text(&root.join("etc").join(name), MAX_BYTES).unwrap_or_else(|error| {
+                if error.kind() != io::ErrorKind::NotFound {
+                    log::warn!("Cannot read /etc/{name}: {error}");
                 }
-            };
-            String::from_utf8_lossy(&bytes).into_owned()
+                String::new()
+            })
         };
         Self { passwd: read("passwd"), group: read("group"), subuid: read("subuid") }
     }

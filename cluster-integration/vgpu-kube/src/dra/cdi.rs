@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use mdev_core::ids::VgpuId;
+use mdev_core::untrusted::{TABLE, read_whole};
 use serde_json::{Value, json};
 
 use super::{DRIVER, records};
@@ -40,7 +41,7 @@ impl CdiDir {
         let file = json!({ "cdiVersion": VERSION, "kind": KIND, "devices": devices });
         let bytes = serde_json::to_vec_pretty(&file)?;
         let path = self.path(uid);
-        if fs::read(&path).is_ok_and(|current| current == bytes) {
+        if read_whole(&path, TABLE).is_ok_and(|current| current == bytes) {
             return Ok(());
         }
         records::write(&self.folder, &path, &bytes)

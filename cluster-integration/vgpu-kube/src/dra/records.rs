@@ -8,6 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use mdev_core::ids::VgpuId;
+use mdev_core::untrusted::{TABLE, read_whole};
 use serde::{Deserialize, Serialize};
 
 use super::claim::ClaimRef;
@@ -67,7 +68,8 @@ impl Records {
         let mut all = Vec::new();
         for entry in fs::read_dir(&self.folder)? {
             let path = entry?.path();
-            let record = fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+            let record =
+                read_whole(&path, TABLE).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
             if let Some(record) = record {
                 all.push(record);
             } else {
@@ -80,7 +82,7 @@ impl Records {
 
     /// Returns the record of a claim.
     pub fn find(&self, uid: &str) -> Option<Record> {
-        serde_json::from_slice(&fs::read(self.path(uid)).ok()?).ok()
+        serde_json::from_slice(&read_whole(&self.path(uid), TABLE).ok()?).ok()
     }
 
     /// Writes a record.

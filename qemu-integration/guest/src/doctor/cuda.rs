@@ -1,12 +1,15 @@
 //! Checks of what CUDA programs need besides the module.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use host_inventory::{Finding, HostFiles};
+use mdev_core::untrusted::read_whole;
 
 use super::device::Vgpu;
 use crate::direct::DRIVER as CUDA_DRIVER;
+
+/// Largest library that is searched for its version, in bytes.
+const MAX_LIBRARY: usize = 1 << 30;
 
 const CHECK: &str = "cuda";
 /// Device nodes that NVIDIA's libraries open.
@@ -115,7 +118,7 @@ fn version_of(path: &Path, name: &str, expected: Option<&str>) -> Option<String>
         return Some(version.to_owned());
     }
     let expected = expected?;
-    let content = fs::read(&real).ok()?;
+    let content = read_whole(&real, MAX_LIBRARY).ok()?;
     let wanted = [expected.as_bytes(), b"\0"].concat();
     let mut texts = content.split_inclusive(|byte| *byte == 0);
     texts.any(|text| text.ends_with(&wanted)).then(|| expected.to_owned())

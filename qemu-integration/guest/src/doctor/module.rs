@@ -1,9 +1,8 @@
 //! Checks of the Linux module for CUDA programs.
 
-use std::fs;
-
 use host_inventory::{Finding, HostFiles};
 use mdev_core::abi::queue;
+use mdev_core::untrusted::{VALUE, read_whole};
 
 use super::device::Vgpu;
 use crate::direct::DRIVER as CUDA_DRIVER;
@@ -78,7 +77,8 @@ fn not_loaded(vm: &HostFiles) -> Finding {
     let kernel = kernel.trim();
     let modules = format!("lib/modules/{kernel}");
     let built = vm.names(&format!("{modules}/updates/dkms"));
-    let secure_boot = fs::read(vm.path(SECURE_BOOT)).is_ok_and(|value| value.get(4) == Some(&1));
+    let secure_boot =
+        read_whole(&vm.path(SECURE_BOOT), VALUE).is_ok_and(|value| value.get(4) == Some(&1));
     if built.iter().any(|name| name.starts_with(&format!("{CUDA_DRIVER}.ko"))) {
         return if secure_boot {
             Finding::problem(

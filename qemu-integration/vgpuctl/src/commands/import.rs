@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use mdev_core::definition::store::SCRIPTS;
 use mdev_core::definition::{Attribute as Meaning, Attrs, Definition};
 use mdev_core::ids::VgpuId;
+use mdev_core::untrusted::one_line;
 use serde::Serialize;
 use vgpud_api::{Attribute, CreateVgpu, ParentTypes, StartPolicy, Vgpu};
 
 use super::write::{attributes, policy};
 use crate::cli::{Import, Output};
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use crate::mdevctl::pretty;
 use vgpud_client::{Client, ClientError};
 
@@ -55,10 +56,10 @@ pub async fn import(client: &Client, args: Import) -> Result<Vec<u8>, Failure> {
         entries.push(entry);
     }
     if args.dir.join(SCRIPTS).is_dir() {
-        eprintln!(
-            "vgpuctl: note: callout scripts are not imported; copy {} to vgpud's configuration directory",
+        say(format_args!(
+            "note: callout scripts are not imported; copy {} to vgpud's configuration directory",
             args.dir.join(SCRIPTS).display()
-        );
+        ));
     }
     let text = match args.output {
         Output::Json => pretty(&entries)?,
@@ -264,6 +265,5 @@ fn line(entry: &ImportEntry) -> String {
     if entry.result != Outcome::LeftOut && !entry.dropped.is_empty() {
         let _ = write!(text, ", without {}", entry.dropped.join(", "));
     }
-    text.push('\n');
-    text
+    one_line(&text, usize::MAX) + "\n"
 }

@@ -10,7 +10,6 @@ mod hook;
 mod install_hook;
 pub mod virsh;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use hyper::Method;
@@ -18,6 +17,7 @@ use integrate::domain::{Attachment, Domain, Vgpu as Wanted};
 use integrate::nodedev::{Mdev, Parent, Type};
 use mdev_core::definition::{Attrs, VgpuRef};
 use mdev_core::ids::VgpuId;
+use mdev_core::untrusted::{VALUE, read_text};
 use serde_json::json;
 use vgpud_api::{Attribute, ModifyVgpu, ParentTypes, Version, Vgpu, VgpuState};
 
@@ -25,7 +25,7 @@ use self::virsh::Virsh;
 use crate::cli::Output;
 use crate::cli::libvirt::{self as cli, Attach, Detach, Libvirt, LibvirtCommand, Nodedev};
 use crate::commands::vm::{has_head, type_has_head};
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use crate::mdevctl::pretty;
 use vgpud_client::{Client, vgpu_path};
 
@@ -98,12 +98,12 @@ async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
         None => has_head(client, &client.vgpu(vgpu.uuid, None).await?).await?,
     };
     for note in domain.notes(head) {
-        eprintln!("vgpuctl: note: domain '{name}': {note}");
+        say(format_args!("note: domain '{name}': {note}"));
     }
     if asked.connect == "qemu:///system" && !Path::new("/").join(install_hook::HOOK).exists() {
-        eprintln!(
-            "vgpuctl: note: the hook that starts the vGPU is not installed; run `vgpuctl libvirt install-hook`"
-        );
+        say(format_args!(
+            "note: the hook that starts the vGPU is not installed; run `vgpuctl libvirt install-hook`"
+        ));
     }
     result(asked, &domain, &vgpu, changed.is_some(), text)
 }
@@ -254,7 +254,7 @@ fn pci_ids(name: &str) -> Option<[String; 2]> {
         return None;
     }
     let folder = Path::new("/sys/bus/pci/devices").join(name);
-    let read = |file| Some(fs::read_to_string(folder.join(file)).ok()?.trim().to_owned());
+    let read = |file| Some(read_text(&folder.join(file), VALUE).ok()?.trim().to_owned());
     Some([read("vendor")?, read("device")?])
 }
 

@@ -5,7 +5,7 @@ use mdev_core::ids::VgpuId;
 use vgpud_api::{ErrorCode, ParentTypes, Vgpu, VgpuState};
 
 use crate::cli::{List, Output, Types};
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use crate::mdevctl::{self, dump, pretty};
 use vgpud_client::Client;
 
@@ -40,7 +40,7 @@ pub async fn list(client: &Client, args: List) -> Result<Vec<u8>, Failure> {
     let vgpus: Vec<_> = all.iter().filter(shown).collect();
     for vgpu in &vgpus {
         for warning in &vgpu.warnings {
-            eprintln!("vgpuctl: warning: vGPU {}: {warning}", vgpu.uuid);
+            say(format_args!("warning: vGPU {}: {warning}", vgpu.uuid));
         }
     }
     match args.output {

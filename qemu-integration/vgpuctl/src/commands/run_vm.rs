@@ -13,7 +13,7 @@ use vgpud_api::{ParentTypes, TypeInfo, Vgpu};
 use super::transient::Transient;
 use super::vm::has_head;
 use crate::cli::RunVm;
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use vgpud_client::Client;
 
 /// Device of KVM.
@@ -52,7 +52,7 @@ pub async fn run_vm(client: &Client, args: RunVm) -> Result<Vec<u8>, Failure> {
             let head = has_head(client, vgpu).await?;
             let line = boot.command_line(&Device::new(socket), head);
             let line = line.map_err(|error| Failure::Usage(error.to_string()))?;
-            eprintln!("vgpuctl: {}", announcement(&boot, vgpu));
+            say(announcement(&boot, vgpu));
             let mut command = Command::new(&boot.program);
             command.args(line.iter().skip(1));
             Ok(command)

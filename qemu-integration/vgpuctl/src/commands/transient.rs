@@ -12,7 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use vgpud_api::{CreateVgpu, StopVgpu, Vgpu};
 
 use super::write::attributes;
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use vgpud_client::{Client, vgpu_path};
 
 /// Transient vGPU to start.
@@ -44,7 +44,7 @@ impl Transient {
         let stopped = stop(client, vgpu.uuid).await;
         let status = status?;
         if let Err(failure) = stopped {
-            eprintln!("vgpuctl: vGPU {} still runs: {failure}", vgpu.uuid);
+            say(format_args!("vGPU {} still runs: {failure}", vgpu.uuid));
         }
         // As shells report a program that a signal ended.
         let signal = status.signal().map(|signal| 128 + signal);

@@ -22,7 +22,7 @@ use vgpud_api::OpenConsole;
 use self::listener::{Listener, ViewerStream};
 use self::viewer::Viewer;
 use crate::cli::{Output, View};
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use vgpud_client::{Client, vgpu_path};
 
 /// Number of wrong passwords that ends the command. There are 10^14 passwords.
@@ -95,11 +95,11 @@ pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
                             Ok(true) => {}
                             // The receiver is gone if the command is ending.
                             Ok(false) => drop(wrong.send(())),
-                            Err(failure) => eprintln!("vgpuctl: {failure}"),
+                            Err(failure) => say(&failure),
                         }
                     });
                 }
-                Err(error) => eprintln!("vgpuctl: Viewer refused: {error}"),
+                Err(error) => say(format_args!("Viewer refused: {error}")),
             },
         }
     }

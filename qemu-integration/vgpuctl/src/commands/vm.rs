@@ -10,7 +10,7 @@ use serde_json::json;
 use vgpud_api::{ParentTypes, Version, Vgpu, VgpuState};
 
 use crate::cli::{LibvirtXml, Output, QemuArgs, Screenshot};
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use crate::mdevctl::pretty;
 use vgpud_client::{Client, vgpu_path};
 
@@ -50,10 +50,10 @@ pub async fn qemu_args(client: &Client, args: QemuArgs) -> Result<Vec<u8>, Failu
     } else {
         let head = has_head(client, &vgpu).await?;
         if let Some(other) = qemu::other_display(&args.command).filter(|_| head) {
-            eprintln!(
-                "vgpuctl: note: the VM starts on its other display adapter ({other}); without that \
+            say(format_args!(
+                "note: the VM starts on its other display adapter ({other}); without that \
                  adapter it starts on the vGPU"
-            );
+            ));
         }
         if args.command.is_empty() {
             qemu::new_vm(&device, &args.machine, &args.memory, head)
@@ -103,17 +103,17 @@ async fn socket(client: &Client, vgpu: &Vgpu) -> Result<PathBuf, Failure> {
     if let Some(socket) = &vgpu.socket {
         let own = nix::unistd::geteuid();
         if access(socket.as_str(), AccessFlags::W_OK) == Err(Errno::EACCES) {
-            eprintln!(
-                "vgpuctl: note: the socket of vGPU {id} has another owner; to use it in your VM, stop \
+            say(format_args!(
+                "note: the socket of vGPU {id} has another owner; to use it in your VM, stop \
                  the vGPU, then: vgpuctl start -u {id} --owner {own}"
-            );
+            ));
         }
         return Ok(socket.into());
     }
     if vgpu.state == VgpuState::Stopped {
-        eprintln!(
-            "vgpuctl: note: vGPU {id} is not running; start it before the VM: vgpuctl start -u {id}"
-        );
+        say(format_args!(
+            "note: vGPU {id} is not running; start it before the VM: vgpuctl start -u {id}"
+        ));
     }
     let version: Version = client.get("/v1/version").await?;
     Ok(Path::new(&version.run_dir).join("vgpus").join(id.to_string()).join("vfio.sock"))

@@ -23,6 +23,7 @@ use std::time::Duration;
 use hyper::Method;
 use mdev_core::ids::VgpuId;
 use mdev_core::stream::Head;
+use mdev_core::untrusted::one_line;
 use serde_json::json;
 use vgpud_api::{SaveVgpu, Vgpu};
 
@@ -32,9 +33,12 @@ use self::pci::Place;
 use super::checkpoint::with_checkpoint;
 use super::saving::{self, Checked, NewFile, blocking};
 use crate::cli::{Output, Vm, VmArg, VmRestore, VmSave, VmTask};
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use crate::mdevctl::pretty;
 use vgpud_client::{Client, vgpu_path};
+
+/// Longest name of a vGPU type in a message, in characters.
+const MAX_TYPE: usize = 64;
 
 /// Runs `vm`.
 pub async fn vm(client: &Client, args: Vm) -> Result<Vec<u8>, Failure> {
@@ -141,7 +145,7 @@ async fn restore(client: &Client, args: VmRestore) -> Result<Vec<u8>, Failure> {
     if restored.is_err()
         && let Err(failure) = domain.destroy()
     {
-        eprintln!("vgpuctl: note: the domain was not restored, and cannot be ended: {failure}");
+        say(format_args!("note: the domain was not restored, and cannot be ended: {failure}"));
     }
     restored
 }
@@ -257,7 +261,8 @@ fn check_types<'a>(
         return Ok(());
     }
     let list = |types: &[&String]| {
-        types.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(" and ")
+        // A saved VM, or another host, names the types.
+        types.iter().map(|name| one_line(name, MAX_TYPE)).collect::<Vec<_>>().join(" and ")
     };
     let message = format!(
         "The saved VM has a vGPU of type {}, and this VM of type {}; start the saved types",
@@ -299,4 +304,19 @@ pub async fn resume_vgpus(client: &Client, vgpus: &[Vgpu]) -> Result<(), Failure
         result = result.and(saving::resume_vgpu(client, vgpu.uuid).await);
     }
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn saved_types_are_shown_in_one_line() {
+        let saved = ["\u{1b}]0;pwned\u{7}\nvgpuctl: all is well".to_owned(), "x".repeat(1000)];
+        let message = check_types(saved.iter(), &[]).unwrap_err().to_string();
+        let start = "The saved VM has a vGPU of type \\u{1b}]0;pwned\\u{7}\\nvgpuctl: all is well \
+                     and xxx";
+        assert!(message.starts_with(start), "{message}");
+        assert!(message.len() < 400, "{message}");
+    }
 }

@@ -2,9 +2,9 @@
 
 use std::process::Command;
 
+use mdev_core::untrusted::one_line;
 use serde_json::Value;
 use vgpud_api::Version;
-use vgpud_host::text::one_line;
 use vgpud_host::users::Users;
 
 use host_inventory::{Finding, HostFiles};

@@ -3,8 +3,12 @@
 use host_inventory::files::Process;
 use host_inventory::{Finding, HostFiles};
 use integrate::domain::save_guard;
+use mdev_core::untrusted::one_line;
 
 const CHECK: &str = "vm";
+
+/// Longest name of a VM, in characters.
+const MAX_NAME: usize = 64;
 
 /// Memory backends that QEMU shares by default.
 const SHARED: [&str; 2] = ["memory-backend-memfd", "memory-backend-shm"];
@@ -14,13 +18,12 @@ const AMD: [&str; 7] = ["EPYC", "Opteron", "Phenom", "athlon", "Dhyana", "qemu64
 
 /// Checks every VM with a vGPU.
 pub fn check(host: &HostFiles) -> Vec<Finding> {
-    let processes = host.processes();
-    let vms = processes.iter().filter(|process| {
+    let vms = host.processes().filter(|process| {
         let name = process.args.first().and_then(|name| name.rsplit('/').next());
         name.is_some_and(|name| name.starts_with("qemu-"))
             && process.args.iter().any(|arg| arg.contains("vfio-user-pci"))
     });
-    vms.flat_map(|vm| check_one(host, vm)).collect()
+    vms.flat_map(|vm| check_one(host, &vm)).collect()
 }
 
 fn check_one(host: &HostFiles, vm: &Process) -> Vec<Finding> {
@@ -60,7 +63,7 @@ fn plain_saves(args: &[String]) -> &'static str {
 fn name(vm: &Process) -> String {
     let value = values(&vm.args, "-name").next().map(|value| {
         let first = value.split(',').next().unwrap_or(value);
-        first.strip_prefix("guest=").unwrap_or(first).escape_default().to_string()
+        one_line(first.strip_prefix("guest=").unwrap_or(first), MAX_NAME)
     });
     match value {
         Some(name) => format!("VM {name} (process {})", vm.pid),

@@ -6,6 +6,8 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use mdev_core::untrusted::one_line;
+
 use crate::spawn;
 
 /// Time limit of a script. The client waits for it.
@@ -48,9 +50,7 @@ impl Output {
     pub fn first_line(&self) -> Option<String> {
         let mut lines = self.stderr.lines().map(str::trim).filter(|line| !line.is_empty());
         // The line can end up on a terminal.
-        lines
-            .next()
-            .map(|line| line.chars().take(300).collect::<String>().escape_debug().to_string())
+        lines.next().map(|line| one_line(line, 300))
     }
 }
 

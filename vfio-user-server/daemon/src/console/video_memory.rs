@@ -13,6 +13,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use mdev_core::device::Scanout;
+use mdev_core::untrusted::{TABLE, any_line, read_text};
 
 use crate::worker_client;
 
@@ -54,7 +55,7 @@ fn is_video_memory(fd: BorrowedFd<'_>) -> bool {
 /// Returns whether a descriptor is a file of sysfs, where the memory of physical adapters is. Asks
 /// for the mount that it was opened through, and not the file.
 fn is_in_sysfs(fd: BorrowedFd<'_>) -> io::Result<bool> {
-    let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd()))?;
+    let info = read_text(Path::new(&format!("/proc/self/fdinfo/{}", fd.as_raw_fd())), TABLE)?;
     let mount = info.lines().find_map(|line| line.strip_prefix("mnt_id:")).map(str::trim);
     let Some(mount) = mount else { return Ok(false) };
     if is_sysfs_mount(Path::new("/proc/self"), mount) {
@@ -68,12 +69,13 @@ fn is_in_sysfs(fd: BorrowedFd<'_>) -> io::Result<bool> {
 /// Returns whether a process has a mount of this id, and whether that is sysfs. Ids are unique
 /// among all namespaces.
 fn is_sysfs_mount(process: &Path, mount: &str) -> bool {
-    let mounts = fs::read_to_string(process.join("mountinfo")).unwrap_or_default();
-    mounts.lines().any(|line| {
+    // A user can mount any number of file systems in a namespace of their own.
+    let is_it = any_line(&process.join("mountinfo"), |line| {
         let id = line.split(' ').next();
         let kind = line.split_once(" - ").and_then(|(_, rest)| rest.split(' ').next());
         id == Some(mount) && kind == Some("sysfs")
-    })
+    });
+    is_it.unwrap_or(false)
 }
 
 #[cfg(test)]

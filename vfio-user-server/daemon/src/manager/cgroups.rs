@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use mdev_core::gpu::ClientSpec;
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
+use mdev_core::untrusted::{TABLE, VALUE, read_text};
 
 /// Name of the manager's own group.
 const OWN: &str = "manager";
@@ -177,9 +178,9 @@ fn has(controllers: &str, controller: &str) -> bool {
 
 /// Enables the controllers below a group. Returns those that the group has.
 fn enable(root: &Path) -> io::Result<String> {
-    let available = fs::read_to_string(root.join("cgroup.controllers"))?;
+    let available = read_text(&root.join("cgroup.controllers"), VALUE)?;
     let switch = root.join("cgroup.subtree_control");
-    let enabled = fs::read_to_string(&switch)?;
+    let enabled = read_text(&switch, VALUE)?;
     let missing = |one: &&&str| has(&available, one) && !has(&enabled, one);
     let wanted: Vec<_> = CONTROLLERS.iter().filter(missing).map(|one| format!("+{one}")).collect();
     if !wanted.is_empty() {
@@ -190,7 +191,8 @@ fn enable(root: &Path) -> io::Result<String> {
 
 /// Returns the folder of this process' group.
 fn own_group() -> Result<PathBuf, String> {
-    let read = |path| fs::read_to_string(path).map_err(|error| format!("{path}: {error}"));
+    let read =
+        |path: &str| read_text(Path::new(path), TABLE).map_err(|error| format!("{path}: {error}"));
     let (groups, mounts) = (read("/proc/self/cgroup")?, read("/proc/self/mountinfo")?);
     group_in(&groups, &mounts).ok_or_else(|| "no cgroup v2 is mounted".into())
 }

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use mdev_core::ids::VgpuId;
+use mdev_core::untrusted::{TABLE, VALUE, read_text, read_whole};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -82,7 +83,7 @@ impl RunDir {
         };
         let taken = take().with_context(|| format!("Cannot lock {}", path.display()))?;
         taken.with_context(|| {
-            let holder = fs::read_to_string(&path).unwrap_or_default();
+            let holder = read_text(&path, VALUE).unwrap_or_default();
             format!(
                 "A vgpud with pid {} manages {} already; stop it first, or use another --run-dir",
                 holder.trim(),
@@ -164,7 +165,7 @@ pub fn write_record<T: Serialize>(folder: &Path, record: &T) -> io::Result<()> {
 
 /// Reads `run.json` in `folder`. Returns `None` if it is missing or cannot be parsed.
 pub fn read_record<T: DeserializeOwned>(folder: &Path) -> Option<T> {
-    serde_json::from_slice(&fs::read(folder.join("run.json")).ok()?).ok()
+    serde_json::from_slice(&read_whole(&folder.join("run.json"), TABLE).ok()?).ok()
 }
 
 /// Removes a folder with its contents. Errors are logged: a folder that remains does not prevent a

@@ -10,6 +10,7 @@ use std::cell::Cell;
 use std::fs;
 use std::io;
 
+use mdev_core::untrusted::{TABLE, read_text};
 use vgpud_host::uid_range::UidRange;
 use vgpud_host::users::Account;
 
@@ -64,7 +65,7 @@ fn taken(range: UidRange) -> io::Result<Vec<u32>> {
         }
         // A process may have ended since. The directory's owner is not the process' user where the
         // process cannot be traced.
-        let Ok(status) = fs::read_to_string(entry.path().join("status")) else { continue };
+        let Ok(status) = read_text(&entry.path().join("status"), TABLE) else { continue };
         taken.extend(user_ids(&status).filter(|uid| range.contains(*uid)));
     }
     Ok(taken)

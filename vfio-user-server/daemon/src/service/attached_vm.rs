@@ -1,13 +1,13 @@
 //! The VM that uses a vGPU: whether there is one, and its description for an operator.
 
 use std::collections::HashMap;
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
+use mdev_core::untrusted::{VALUE, any_line, one_line, read_start, read_text};
 use nix::unistd::{Uid, User};
 
 use super::Service;
@@ -21,6 +21,9 @@ const NAME_PATIENCE: Duration = Duration::from_millis(20);
 
 /// Longest name of a process, user or VM in a description, in characters.
 const MAX_NAME: usize = 64;
+
+/// Part of a command line that is searched for the name of a VM, in bytes. libvirt names it first.
+const MAX_COMMAND_LINE: usize = 4 << 10;
 
 /// State of a connected UNIX socket in `/proc/net/unix` (`SS_CONNECTED`).
 const CONNECTED: &str = "03";
@@ -69,7 +72,7 @@ fn use_unknown(id: VgpuId, error: &io::Error) -> ErrorDetail {
 /// Describes a VM: `process 815 (qemu-system-x86) of user libvirt-qemu, VM "web1"`
 fn describe(vm: AttachedClient) -> String {
     let AttachedClient { pid, uid } = vm;
-    let command = fs::read_to_string(format!("/proc/{pid}/comm"));
+    let command = read_text(Path::new(&format!("/proc/{pid}/comm")), VALUE);
     let command =
         command.map(|name| format!(" ({})", escaped(name.trim_end()))).unwrap_or_default();
     let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
@@ -131,8 +134,17 @@ impl VmNames {
 
 /// Returns the name of the VM in a process, with unusual characters escaped.
 fn read_name(pid: i32) -> Option<String> {
-    let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-    vm_name(&line).map(|name| escaped(&name))
+    vm_name(&command_line(pid).ok()?).map(|name| escaped(&name))
+}
+
+/// Returns the begin of a process's command line, with whole arguments only.
+fn command_line(pid: i32) -> io::Result<Vec<u8>> {
+    let mut line = read_start(Path::new(&format!("/proc/{pid}/cmdline")), MAX_COMMAND_LINE)?;
+    if line.len() == MAX_COMMAND_LINE {
+        let end = line.iter().rposition(|byte| *byte == 0);
+        line.truncate(end.map_or(0, |last| last + 1));
+    }
+    Ok(line)
 }
 
 /// Returns the VM's name from QEMU's command line: `-name guest=web1,debug-threads=on`. libvirt
@@ -149,22 +161,24 @@ fn vm_name(command_line: &[u8]) -> Option<String> {
 
 /// Escapes a name that a user chose, for output on a terminal.
 pub(super) fn escaped(name: &str) -> String {
-    name.chars().take(MAX_NAME).collect::<String>().escape_debug().to_string()
+    one_line(name, MAX_NAME).replace('"', "\\\"")
 }
 
 /// Returns whether a client is connected to the socket that listens at `path`, according to the
 /// kernel.
 fn is_connected(path: &Path) -> io::Result<bool> {
-    let table = fs::read("/proc/net/unix")?;
     let end = format!(" {}", path.display());
     // Columns: number, references, protocol, flags, type, state, inode, bound path.
-    Ok(String::from_utf8_lossy(&table).lines().any(|line| {
+    any_line(Path::new("/proc/net/unix"), |line| {
         line.ends_with(&end) && line.split_ascii_whitespace().nth(5) == Some(CONNECTED)
-    }))
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
     use super::*;
 
     #[test]
@@ -181,6 +195,31 @@ mod tests {
         ] {
             assert_eq!(vm_name(&line(arguments)).as_deref(), name, "{arguments:?}");
         }
+    }
+
+    #[test]
+    fn a_command_line_is_read_up_to_the_limit() {
+        let padding = |bytes: usize| "x".repeat(bytes);
+        let run = |arguments: &[&str]| {
+            let mut child = Command::new("sh");
+            child.args(["-c", "echo; read x"]).args(arguments);
+            let mut child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+            // The kernel shows the arguments once the program runs.
+            child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+            let pid = child.id().cast_signed();
+            let found = (command_line(pid).unwrap(), read_name(pid));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            found
+        };
+        let (line, name) = run(&["-name", "web1", &padding(100 << 10), &padding(100 << 10)]);
+        assert_eq!(line, b"sh\0-c\0echo; read x\0-name\0web1\0");
+        assert_eq!(name.as_deref(), Some("web1"));
+        // An argument that the limit cuts is no name.
+        let before = MAX_COMMAND_LINE - b"sh\0-c\0echo; read x\0\0-name\0web".len();
+        let (line, name) = run(&[&padding(before), "-name", "web1"]);
+        assert!(line.ends_with(b"\0-name\0") && line.len() < MAX_COMMAND_LINE);
+        assert_eq!(name, None);
     }
 
     #[test]

@@ -2,6 +2,9 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use mdev_core::untrusted::{VALUE, read_text};
 
 use super::attached_vm::escaped;
 use crate::worker_protocol::ProgramsStatus;
@@ -26,8 +29,8 @@ fn name(pid: i32, owner: u32) -> Option<String> {
     if user != 0 && user != owner {
         return None;
     }
-    let name = fs::read(format!("{folder}/comm")).ok()?;
-    Some(escaped(String::from_utf8_lossy(&name).trim_end()))
+    let name = read_text(Path::new(&format!("{folder}/comm")), VALUE).ok()?;
+    Some(escaped(name.trim_end()))
 }
 
 #[cfg(test)]

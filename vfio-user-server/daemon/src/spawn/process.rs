@@ -2,9 +2,11 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::path::Path;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
+use mdev_core::untrusted::{TABLE, VALUE, read_text};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
@@ -54,7 +56,7 @@ impl Process {
 
     /// Returns the record by which [`Process::find`] finds the process.
     pub fn record(&self) -> io::Result<ProcessRecord> {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid))?;
+        let stat = read_text(Path::new(&format!("/proc/{}/stat", self.pid)), VALUE)?;
         // The second field is the name in brackets and may hold anything, so fields are counted
         // from its end.
         let start_ticks = stat
@@ -73,7 +75,7 @@ impl Process {
     /// Returns the child process that the process has started last.
     pub fn child(&self) -> Option<u32> {
         let path = format!("/proc/{0}/task/{0}/children", self.pid);
-        let children = std::fs::read_to_string(path).ok()?;
+        let children = read_text(Path::new(&path), TABLE).ok()?;
         children.split_whitespace().next_back()?.parse().ok()
     }
 

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
+use mdev_core::untrusted::{TABLE, read_whole};
 use serde::{Deserialize, Serialize};
 
 /// Time between libvirt's calls `restore` and `prepare` for one start of a domain.
@@ -43,7 +44,7 @@ impl Claims {
 
     /// Returns the claim on a vGPU.
     pub fn get(&self, vgpu: VgpuId) -> Option<Claim> {
-        serde_json::from_slice(&fs::read(self.path(vgpu)).ok()?).ok()
+        serde_json::from_slice(&read_whole(&self.path(vgpu), TABLE).ok()?).ok()
     }
 
     /// Records a claim on a vGPU.

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use host_inventory::SUPPORT;
 use integrate::shell::quote;
+use mdev_core::untrusted::{TABLE, read_whole};
 use serde_json::json;
 
 use crate::cli::Output;
@@ -44,7 +45,7 @@ pub fn install(socket: &Path, args: &HookRoot) -> Result<Vec<u8>, Failure> {
     if args.root.join(APPARMOR).exists() {
         let file = args.root.join(APPARMOR_LOCAL);
         let rule = apparmor_rules(socket);
-        let rules = fs::read_to_string(&file).unwrap_or_default();
+        let rules = read_rules(&file).map_err(local)?;
         if !rules.contains(&rule) {
             write(&file, &format!("{rules}{rule}"), 0o644).map_err(local)?;
         }
@@ -63,6 +64,16 @@ pub fn install(socket: &Path, args: &HookRoot) -> Result<Vec<u8>, Failure> {
     Ok(text.into_bytes())
 }
 
+/// Returns the local rules of AppArmor; none if the file is missing. A file that cannot be read as
+/// a whole must not be replaced.
+fn read_rules(file: &Path) -> io::Result<String> {
+    match read_whole(file, TABLE) {
+        Ok(bytes) => String::from_utf8(bytes).map_err(io::Error::other),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(error),
+    }
+}
+
 /// Runs `libvirt uninstall-hook`. Succeeds if there is nothing to remove.
 pub fn uninstall(args: &HookRoot) -> Result<Vec<u8>, Failure> {
     let local = |error: io::Error| {
@@ -74,7 +85,7 @@ pub fn uninstall(args: &HookRoot) -> Result<Vec<u8>, Failure> {
     let hook = args.root.join(HOOK);
     let hook = removed(fs::remove_file(&hook)).map_err(local)?.then_some(hook);
     let file = args.root.join(APPARMOR_LOCAL);
-    let rules = fs::read_to_string(&file).unwrap_or_default();
+    let rules = read_rules(&file).map_err(local)?;
     let rest = without_rules(&rules);
     let apparmor = (rest != rules).then_some(file);
     match &apparmor {

@@ -12,6 +12,7 @@ use std::process::{Command, Stdio};
 
 use host_inventory::family::{Access, Family};
 use host_inventory::{PciAddress, PciDevice};
+use mdev_core::untrusted::{TABLE, read_text};
 
 use crate::failure::Failure;
 
@@ -94,7 +95,7 @@ impl BootBindings {
 
     /// Returns whether vgpud's settings name a device as a parent.
     pub fn is_parent(&self, address: PciAddress) -> bool {
-        let text = fs::read_to_string(self.root.join(SETTINGS)).unwrap_or_default();
+        let text = read_text(&self.root.join(SETTINGS), TABLE).unwrap_or_default();
         let parent = format!("vfio:{address}");
         text.lines().any(|line| !line.trim_start().starts_with('#') && line.contains(&parent))
     }

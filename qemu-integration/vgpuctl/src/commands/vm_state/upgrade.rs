@@ -12,10 +12,10 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use mdev_core::untrusted::{one_line, read_end};
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 use vgpud_api::{Handover, HandoverStep, RestoredVgpu, Vgpu};
-use vgpud_host::text::one_line;
 
 use super::monitor::{Address, Monitor, connect};
 use super::qemu_stream::ENDS;
@@ -23,13 +23,15 @@ use super::{check_count, check_saveable, paused, pci, qemu_stream, resume_vgpus,
 use crate::cli::VmUpgrade;
 use crate::commands::checkpoint::with_checkpoint;
 use crate::commands::saving::blocking;
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use vgpud_client::{Client, vgpu_path};
 
 /// Longest time for the new QEMU to start, and to make its monitor.
 const START_LIMIT: Duration = Duration::from_secs(20);
 /// Longest reason of a QEMU that has ended, in characters.
 const MAX_REASON: usize = 300;
+/// Part of QEMU's log that is read, in bytes.
+const MAX_LOG: usize = 4 << 10;
 /// Time for a new QEMU that has failed to end with its reason.
 const END_GRACE: Duration = Duration::from_millis(100);
 /// Interval of questions.
@@ -86,7 +88,7 @@ async fn upgrade_checkpointed(
         Err(Abandoned { failure, successor }) => {
             let returned = give_back(client, vgpus, &old, successor, was_running).await;
             if let Err(failure) = returned {
-                eprintln!("vgpuctl: note: the VM may be paused: {failure}");
+                say(format_args!("note: the VM may be paused: {failure}"));
             }
             return Err(failure);
         }
@@ -300,7 +302,8 @@ impl Successor {
     /// with success.
     fn ended(&mut self) -> Option<Failure> {
         let status = self.process.try_wait().ok().flatten().filter(|status| !status.success())?;
-        let reason = fs::read_to_string(&self.log).unwrap_or_default();
+        let log = read_end(&self.log, MAX_LOG).unwrap_or_default();
+        let reason = String::from_utf8_lossy(&log);
         let reason = reason.trim_end().lines().last().unwrap_or("no reason is known");
         let reason = one_line(reason, MAX_REASON);
         Some(Failure::Local(format!("The new QEMU has ended ({status}): {reason}")))

@@ -23,7 +23,7 @@ use crate::manager::run_dir::{self, RunDir};
 use crate::manager::sockets;
 use crate::manager::watcher::{Generation, Watched};
 use crate::spawn::{self, KILL_TIMEOUT, Limits, Process, ProcessRecord};
-use vgpud_host::text::one_line;
+use mdev_core::untrusted::one_line;
 use vgpud_host::users::Account;
 
 /// Limit of the time that a new GPU process takes to accept a connection. The reset of a device

@@ -3,19 +3,19 @@
 //! The file holds only settings that an operator has changed, so that a new default takes effect
 //! for the others. Its name begins with a dot, which sets it apart from definitions.
 
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use mdev_core::durable;
 use mdev_core::sched::{Averaging, Config};
+use mdev_core::untrusted::read_whole;
 
 use crate::manager::Result;
 use vgpud_api::{ErrorCode, ErrorDetail, ModifyScheduler};
 
 /// Limit of the settings file, in bytes.
-const MAX_BYTES: u64 = 4096;
+const MAX_BYTES: usize = 4096;
 
 /// Scheduler settings of one parent.
 #[derive(Clone, Debug)]
@@ -113,10 +113,7 @@ impl SchedulerConfig {
 }
 
 fn read(file: &Path) -> io::Result<ModifyScheduler> {
-    if fs::metadata(file)?.len() > MAX_BYTES {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "Too long"));
-    }
-    Ok(serde_json::from_slice(&fs::read(file)?)?)
+    Ok(serde_json::from_slice(&read_whole(file, MAX_BYTES)?)?)
 }
 
 fn write(path: &Path, set: &ModifyScheduler) -> io::Result<()> {
@@ -127,6 +124,8 @@ fn write(path: &Path, set: &ModifyScheduler) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use mdev_core::sched::Policy;
 
     use super::*;

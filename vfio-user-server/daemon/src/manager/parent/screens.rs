@@ -4,7 +4,6 @@
 //! The GPU knows the focus and outlives managers. The rotation is a setting of the operator, kept
 //! in `<config-dir>/<parent>/.screen.json` and restored on a GPU that is started.
 
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -12,6 +11,7 @@ use std::time::Duration;
 use mdev_core::durable;
 use mdev_core::gpu::{Gpu, GpuCapabilities, GpuError, PhysicalScreen, ScreenStatus};
 use mdev_core::ids::VgpuId;
+use mdev_core::untrusted::read_whole;
 use serde::{Deserialize, Serialize};
 
 use super::Parent;
@@ -20,7 +20,7 @@ use crate::manager::Result;
 use vgpud_api::{ErrorCode, ErrorDetail, Focused};
 
 /// Limit of the settings file, in bytes.
-const MAX_BYTES: u64 = 4096;
+const MAX_BYTES: usize = 4096;
 /// Longest interval of a rotation, in seconds.
 const MAX_INTERVAL: u64 = 24 * 3600;
 
@@ -94,10 +94,7 @@ impl Screen {
 }
 
 fn read(file: &Path) -> io::Result<Settings> {
-    if fs::metadata(file)?.len() > MAX_BYTES {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "Too long"));
-    }
-    let settings: Settings = serde_json::from_slice(&fs::read(file)?)?;
+    let settings: Settings = serde_json::from_slice(&read_whole(file, MAX_BYTES)?)?;
     match settings.rotate_seconds {
         None | Some(1..=MAX_INTERVAL) => Ok(settings),
         Some(_) => Err(io::Error::new(io::ErrorKind::InvalidData, "rotate_seconds out of range")),
@@ -185,6 +182,8 @@ impl Parent {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

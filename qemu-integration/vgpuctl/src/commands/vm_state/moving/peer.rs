@@ -17,8 +17,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
 use mdev_core::stream::MAX_CHUNK;
+use mdev_core::untrusted::one_line;
 use serde::{Deserialize, Serialize};
-use vgpud_host::text::one_line;
 
 use crate::cli::MoveAddress;
 use crate::failure::Failure;

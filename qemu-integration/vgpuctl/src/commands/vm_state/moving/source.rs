@@ -19,7 +19,7 @@ use crate::commands::vm_state::qemu_stream::{self, ENDS};
 use crate::commands::vm_state::{
     check_count, check_saveable, paused, pci, resume_vgpus, vgpus_of_vm,
 };
-use crate::failure::Failure;
+use crate::failure::{Failure, say};
 use vgpud_client::{Client, vgpu_path};
 
 /// QEMU has paused the VM and waits before it sends the rest (QMP's `MigrationStatus`).
@@ -70,7 +70,7 @@ async fn send_checkpointed(
     if sent.is_err()
         && let Err(failure) = give_back(client, vgpus, address, was_running).await
     {
-        eprintln!("vgpuctl: note: the VM may be paused: {failure}");
+        say(format_args!("note: the VM may be paused: {failure}"));
     }
     sent
 }

@@ -1,0 +1,218 @@
+//! Text and files that a less trusted process chooses: a guest, a user of a vGPU, another host.
+//!
+//! * [`one_line`] makes such text harmless on a terminal and in a log
+//! * [`read_start`] reads such a file, and files of `/proc` and `/sys`, up to a limit;
+//!   [`read_end`] reads the end; [`read_whole`] and [`read_text`] refuse a file beyond the limit;
+//!   [`any_line`] looks through a table of any length
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// Limit for a file with one value or one name, in bytes: `comm`, `vendor`, a process ID.
+pub const VALUE: usize = 4 << 10;
+/// Limit for a file with a short table, in bytes: `/proc/PID/status`, `limits`, settings.
+pub const TABLE: usize = 1 << 20;
+/// Limit for a line of a table of the kernel, in bytes. A mount has two paths, which are escaped.
+const LINE: usize = 64 << 10;
+
+/// Returns the first `max` bytes of a file.
+///
+/// A process chooses the length of its command line without needing the memory for it, so that a
+/// reader without a limit can be made to allocate any amount.
+///
+/// # Errors
+///
+/// Fails if the file cannot be read. Pipes and devices are refused: a read of one may never end.
+pub fn read_start(path: &Path, max: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.take(max as u64).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Returns the last `max` bytes of a file, such as a log.
+///
+/// # Errors
+///
+/// Fails as [`read_start`] does.
+pub fn read_end(path: &Path, max: usize) -> io::Result<Vec<u8>> {
+    let mut file = open(path)?;
+    let before = file.metadata()?.len().saturating_sub(max as u64);
+    file.seek(SeekFrom::Start(before))?;
+    let mut bytes = Vec::new();
+    file.take(max as u64).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Returns a file of at most `max` bytes.
+///
+/// # Errors
+///
+/// Fails as [`read_start`] does, and if the file is longer.
+pub fn read_whole(path: &Path, max: usize) -> io::Result<Vec<u8>> {
+    let bytes = read_start(path, max.saturating_add(1))?;
+    if bytes.len() > max {
+        let message = format!("longer than {max} bytes");
+        return Err(io::Error::new(ErrorKind::FileTooLarge, message));
+    }
+    Ok(bytes)
+}
+
+/// Returns a file of at most `max` bytes as text. Bytes that are not UTF-8 are replaced.
+///
+/// # Errors
+///
+/// Fails as [`read_whole`] does.
+pub fn read_text(path: &Path, max: usize) -> io::Result<String> {
+    Ok(String::from_utf8_lossy(&read_whole(path, max)?).into_owned())
+}
+
+/// Returns whether a line of a file has a property. The file may have any length, and of each line
+/// the first 64 KiB count.
+///
+/// # Errors
+///
+/// Fails as [`read_start`] does.
+pub fn any_line(path: &Path, mut has: impl FnMut(&str) -> bool) -> io::Result<bool> {
+    let mut reader = BufReader::new(open(path)?);
+    let mut line = Vec::new();
+    let mut is_begin = true;
+    loop {
+        line.clear();
+        if reader.by_ref().take(LINE as u64).read_until(b'\n', &mut line)? == 0 {
+            return Ok(false);
+        }
+        let is_end = line.pop_if(|last| *last == b'\n').is_some();
+        if is_begin && has(&String::from_utf8_lossy(&line)) {
+            return Ok(true);
+        }
+        is_begin = is_end;
+    }
+}
+
+/// Opens a regular file without waiting for the other end of a pipe.
+fn open(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(ErrorKind::InvalidInput, "not a file"));
+    }
+    Ok(file)
+}
+
+/// Returns a text as one line without control characters, which are escaped, of at most `max`
+/// characters.
+#[must_use]
+pub fn one_line(text: &str, max: usize) -> String {
+    let mut line = String::with_capacity(text.len().min(max));
+    for (index, character) in text.chars().enumerate() {
+        if index == max {
+            line.push('…');
+            break;
+        }
+        if is_control(character) {
+            line.extend(character.escape_default());
+        } else {
+            line.push(character);
+        }
+    }
+    line
+}
+
+/// Returns whether [`one_line`] would change a text that is short enough.
+#[must_use]
+pub fn has_control(text: &str) -> bool {
+    text.chars().any(is_control)
+}
+
+/// Returns whether a character moves the cursor, ends the line or changes the direction of the
+/// text.
+fn is_control(character: char) -> bool {
+    character.is_control()
+        || matches!(character,
+            '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn control_characters_are_shown_and_length_is_bounded() {
+        for (text, line) in [
+            ("plain text, grüße", "plain text, grüße"),
+            ("\u{1b}[2Ja\nb\tc\u{9b}", "\\u{1b}[2Ja\\nb\\tc\\u{9b}"),
+            ("a\u{202e}b\u{2028}\u{61c}", "a\\u{202e}b\\u{2028}\\u{61c}"),
+        ] {
+            assert_eq!(one_line(text, 100), line);
+            assert_eq!(has_control(text), text != line);
+        }
+        assert_eq!(one_line("abcdef", 3), "abc…");
+        assert_eq!(one_line("abc", 3), "abc");
+    }
+
+    #[test]
+    fn a_file_is_read_up_to_the_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        fs::write(&path, b"ab\xffd").unwrap();
+        assert_eq!(read_start(&path, 3).unwrap(), b"ab\xff");
+        assert_eq!(read_start(&path, usize::MAX).unwrap(), b"ab\xffd");
+        assert_eq!(read_end(&path, 2).unwrap(), b"\xffd");
+        assert_eq!(read_end(&path, 9).unwrap(), b"ab\xffd");
+        assert_eq!(read_whole(&path, 4).unwrap(), b"ab\xffd");
+        assert_eq!(read_text(&path, 4).unwrap(), "ab\u{fffd}d");
+        assert_eq!(read_whole(&path, 3).unwrap_err().kind(), ErrorKind::FileTooLarge);
+        // A file without end.
+        assert_eq!(read_start(Path::new("/dev/zero"), 9).unwrap_err().to_string(), "not a file");
+    }
+
+    #[test]
+    fn a_pipe_is_refused_without_waiting_for_its_writer() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pipe");
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        assert_eq!(read_start(&path, 9).unwrap_err().to_string(), "not a file");
+    }
+
+    #[test]
+    fn a_long_command_line_of_a_process_is_cut() {
+        let argument = "x".repeat(100 << 10);
+        let mut child = Command::new("sh");
+        child.args(["-c", "echo; read x"]).args(std::iter::repeat_n(&argument, 9));
+        let mut child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        // The kernel shows the arguments once the program runs.
+        child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+        let path = format!("/proc/{}/cmdline", child.id());
+        let start = read_start(Path::new(&path), VALUE);
+        let whole = read_whole(Path::new(&path), TABLE / 2);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let start = start.unwrap();
+        assert!(
+            start.len() == VALUE && start.starts_with(b"sh\0-c\0echo; read x\0xxx"),
+            "{}",
+            start.len()
+        );
+        assert_eq!(whole.unwrap_err().kind(), ErrorKind::FileTooLarge);
+    }
+
+    #[test]
+    fn lines_are_cut_and_the_rest_of_a_line_is_no_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        let long = "x".repeat(LINE);
+        fs::write(&path, format!("first\n{long}forged\nlast")).unwrap();
+        let mut lines = Vec::new();
+        let found = any_line(&path, |line| {
+            lines.push(line.to_owned());
+            line == "forged"
+        });
+        assert!(!found.unwrap());
+        assert_eq!(lines, ["first", &long, "last"]);
+        assert!(any_line(&path, |line| line == "last").unwrap());
+    }
+}
