@@ -14,12 +14,16 @@ use std::fmt;
 use std::path::PathBuf;
 use std::process::Command;
 
+use mdev_core::untrusted::one_line;
+
 pub use self::users::Process;
 
 /// Default path of the tool.
 pub const DEFAULT_TOOL: &str = "/usr/lib/tessera/vgpu-checkpoint";
 /// Longest time that the work of a process may take to end, in ms.
 const LOCK_LIMIT_MS: u32 = 10_000;
+/// Longest reason of the tool, in characters.
+const MAX_REASON: usize = 300;
 
 /// Step of a checkpoint of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +93,7 @@ impl Steps for Tool {
         let text = [output.stdout, output.stderr].concat();
         let text = String::from_utf8_lossy(&text);
         let last = text.lines().map(str::trim).rfind(|line| !line.is_empty());
-        Err(last.map_or_else(|| output.status.to_string(), str::to_owned))
+        Err(last.map_or_else(|| output.status.to_string(), |line| one_line(line, MAX_REASON)))
     }
 }
 

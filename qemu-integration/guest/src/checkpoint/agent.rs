@@ -10,13 +10,17 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use mdev_core::abi::control::{CHECKPOINT_REASON_BYTES, CHECKPOINT_WANTED, CheckpointState};
+use mdev_core::untrusted::{TABLE, one_line, read_text};
 
 use super::{Process, Steps, users};
 
 /// The driver's node.
 const NODE: &str = "/dev/tessera-checkpoint";
-/// Processes that are checkpointed: a line with the process id and the name for each.
+/// Processes that are checkpointed: a line with the process id for each. A name could hold a line
+/// of its own: the process chooses its name.
 const RECORD: &str = "/run/vgpu-guest.checkpointed";
+/// Longest quote of a line that is no process id, in characters.
+const MAX_QUOTE: usize = 40;
 /// How often programs may begin to use the vGPU while others are checkpointed.
 const ROUNDS: usize = 4;
 
@@ -96,12 +100,13 @@ impl<'a> Agent<'a> {
         steps: &'a dyn Steps,
         record: PathBuf,
     ) -> Self {
-        let waiting = fs::read_to_string(&record).unwrap_or_default();
-        let waiting = waiting.lines().filter_map(|line| {
-            let (pid, name) = line.split_once(' ')?;
-            Some(Process { pid: pid.parse().ok()?, name: name.to_owned() })
+        let text = read_text(&record, TABLE).unwrap_or_else(|error| {
+            if error.kind() != ErrorKind::NotFound {
+                eprintln!("vgpu-guest: Cannot read {}: {error}", record.display());
+            }
+            String::new()
         });
-        let waiting = waiting.collect();
+        let waiting = recorded(&text);
         Self { host, steps, record, waiting }
     }
 
@@ -133,7 +138,9 @@ impl<'a> Agent<'a> {
         let failed = |error: io::Error| error.to_string();
         for _ in 0..ROUNDS {
             let users = self.host.users().map_err(failed)?;
-            let is_waiting = |process: &&Process| self.waiting.contains(process);
+            // A process can change its name.
+            let is_waiting =
+                |user: &&Process| self.waiting.iter().any(|process| process.pid == user.pid);
             if let Some(process) = users.iter().find(is_waiting) {
                 return Err(format!("{process} keeps the vGPU's files open"));
             }
@@ -167,8 +174,19 @@ impl<'a> Agent<'a> {
                 _ => Ok(()),
             };
         }
-        let lines =
-            self.waiting.iter().map(|process| format!("{} {}\n", process.pid, process.name));
+        let lines = self.waiting.iter().map(|process| format!("{}\n", process.pid));
         fs::write(&self.record, lines.collect::<String>())
     }
+}
+
+/// Returns the processes of a record. Lines that are no process id are left out.
+fn recorded(text: &str) -> Vec<Process> {
+    let process = |line: &str| {
+        let pid = line.parse().ok().filter(|pid: &u32| pid.to_string() == line);
+        if pid.is_none() {
+            eprintln!("vgpu-guest: {:?} is no process id in {RECORD}", one_line(line, MAX_QUOTE));
+        }
+        Some(Process::named(pid?).unwrap_or(Process { pid: pid?, name: String::new() }))
+    };
+    text.lines().filter_map(process).collect()
 }

@@ -59,6 +59,10 @@ struct FakeHost<'a> {
     programs: &'a Programs,
     requests: VecDeque<bool>,
     answers: Vec<(CheckpointState, String)>,
+    /// Name of the processes.
+    name: String,
+    /// Processes that use the vGPU although they are checkpointed.
+    keeping: Vec<u32>,
     /// Processes that begin to use the vGPU when the agent is done.
     late: Vec<u32>,
 }
@@ -66,7 +70,15 @@ struct FakeHost<'a> {
 impl<'a> FakeHost<'a> {
     fn new(programs: &'a Programs, requests: impl IntoIterator<Item = bool>) -> Self {
         let requests = requests.into_iter().collect();
-        Self { programs, requests, answers: Vec::new(), late: Vec::new() }
+        let name = "train".to_owned();
+        Self {
+            programs,
+            requests,
+            answers: Vec::new(),
+            name,
+            keeping: Vec::new(),
+            late: Vec::new(),
+        }
     }
 }
 
@@ -88,8 +100,10 @@ impl Host for FakeHost<'_> {
 
     fn users(&self) -> io::Result<Vec<Process>> {
         let states = self.programs.states.borrow();
-        let users = states.iter().filter(|(_, state)| **state != State::Checkpointed);
-        Ok(users.map(|(pid, _)| Process { pid: *pid, name: "train".to_owned() }).collect())
+        let users = states
+            .iter()
+            .filter(|(pid, state)| **state != State::Checkpointed || self.keeping.contains(pid));
+        Ok(users.map(|(pid, _)| Process { pid: *pid, name: self.name.clone() }).collect())
     }
 }
 
@@ -120,6 +134,47 @@ fn programs_are_checkpointed_and_restored() {
     serve(&mut host, &record);
     assert!(programs.all_are(State::Running) && !record.exists(), "{programs:?}");
     assert_eq!(host.answers, [(CheckpointState::Ready, String::new())]);
+}
+
+#[test]
+fn a_name_forges_no_line_of_the_record() {
+    const NAME: &[u8] = b"a\n9 b\x1b\xe2\x80\xae";
+    let named = std::thread::spawn(|| {
+        std::fs::write("/proc/thread-self/comm", NAME).unwrap();
+        let thread = nix::unistd::gettid().as_raw().cast_unsigned();
+        Process::named(thread).unwrap()
+    });
+    let named = named.join().unwrap();
+    assert_eq!(named.name, "a\\n9 b\\u{1b}\\u{202e}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let record = folder.path().join("record");
+    let programs = Programs::default();
+    programs.start([7]);
+    let mut host = FakeHost::new(&programs, [true]);
+    host.name = "train\n9\n9 x".to_owned();
+    serve(&mut host, &record);
+    assert_eq!(std::fs::read_to_string(&record).unwrap(), "7\n");
+    // Steps for process 9, which nothing has checkpointed, would panic.
+    programs.start([9]);
+    std::fs::write(&record, "7\n9 x\n 9\n+9\n09\n-9\n\n9\x1b\n").unwrap();
+    let mut host = FakeHost::new(&programs, [false]);
+    serve(&mut host, &record);
+    assert!(programs.all_are(State::Running), "{programs:?}");
+}
+
+#[test]
+fn a_process_that_changes_its_name_is_known_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = folder.path().join("record");
+    let programs = Programs::default();
+    programs.start([7]);
+    serve(&mut FakeHost::new(&programs, [true]), &record);
+    let mut host = FakeHost::new(&programs, [true]);
+    host.name = "other".to_owned();
+    host.keeping = vec![7];
+    serve(&mut host, &record);
+    assert_eq!(host.answers[0].1, "process 7 (other) keeps the vGPU's files open");
 }
 
 #[test]

@@ -6,12 +6,16 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
+use mdev_core::untrusted::{TABLE, VALUE, one_line, read_text};
 use nix::sys::stat::major;
 
 /// Major number of `/dev/nvidiactl` and `/dev/nvidiaN`.
 const RM: u64 = 195;
 /// Name of `/dev/nvidia-uvm` in `/proc/devices`.
 const UVM: &str = "nvidia-uvm";
+
+/// Longest name of a program, in characters.
+const MAX_NAME: usize = 64;
 
 /// A process of the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,10 +27,10 @@ pub struct Process {
 }
 
 impl Process {
-    /// Returns a process with its name.
+    /// Returns a process with its name, which the process chooses: control characters are escaped.
     pub fn named(pid: u32) -> io::Result<Self> {
-        let name = fs::read_to_string(format!("/proc/{pid}/comm"))?;
-        Ok(Self { pid, name: name.trim_end().to_owned() })
+        let name = read_text(Path::new(&format!("/proc/{pid}/comm")), VALUE)?;
+        Ok(Self { pid, name: one_line(name.trim_end(), MAX_NAME) })
     }
 }
 
@@ -38,7 +42,7 @@ impl fmt::Display for Process {
 
 /// Returns the major numbers of the device files.
 pub fn majors() -> io::Result<Vec<u64>> {
-    let devices = fs::read_to_string("/proc/devices")?;
+    let devices = read_text(Path::new("/proc/devices"), TABLE)?;
     let uvm = devices.lines().filter_map(|line| {
         let (number, name) = line.trim().split_once(' ')?;
         if name == UVM { number.parse().ok() } else { None }
