@@ -58,3 +58,37 @@ fn files_are_short_and_comments_narrow() {
     }
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
+
+/// Returns the code of a file without its tests, which are at its end.
+fn code(path: &Path) -> String {
+    let text = fs::read_to_string(path).unwrap();
+    text.split("#[cfg(test)]\nmod ").next().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn files_of_others_are_read_with_a_limit_and_quoted_in_one_line() {
+    // Programs of developers, and code that runs in the process whose files it reads.
+    const OWN: [&str; 4] = ["tests", "fuzz", "qemu-integration/lab", "qemu-integration/cuda"];
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let mut all = Vec::new();
+    sources(root, &mut all);
+    let mut faults = Vec::new();
+    for path in all {
+        let name = path.strip_prefix(root).unwrap();
+        let is_test = name.ends_with("tests.rs")
+            || name.iter().any(|part| part == "tests" || part == "benches");
+        if is_test || OWN.iter().any(|folder| name.starts_with(folder)) {
+            continue;
+        }
+        let code = code(&path);
+        if code.contains("fs::read(") || code.contains("fs::read_to_string(") {
+            faults.push(format!("{}: read files by mdev_core::untrusted", name.display()));
+        }
+        let is_printer = name.ends_with("vgpuctl/src/failure.rs");
+        if name.starts_with("qemu-integration/vgpuctl") && !is_printer && code.contains("eprintln!")
+        {
+            faults.push(format!("{}: print messages by failure::say", name.display()));
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
