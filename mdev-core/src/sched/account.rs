@@ -44,8 +44,8 @@ pub struct Interval {
     pub runnable: bool,
     /// True if the vGPU had work at the end and some time before, and none at the start.
     pub begins: bool,
-    /// True if the vGPU lost the engine with work left in a third of its turns or more. Not every GPU
-    /// counts preemptions.
+    /// True if the vGPU lost the engine with work left in a third of its turns or more. Not every
+    /// GPU counts preemptions.
     pub preempted: bool,
     /// Number of times that the vGPU got the engine, as far as the GPU counts waits.
     pub turns: u64,

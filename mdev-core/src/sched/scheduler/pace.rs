@@ -144,7 +144,8 @@ impl Pace {
         self.crowded = costly_changes && competing > CROWD[usize::from(self.crowded)];
         let steadily = if self.crowded { STEADILY_BRIEF } else { 1 };
         let briefly = of(Demand::Brief).any(|group| group.brief_for >= steadily);
-        // Work that begins beside few others is watched first. Of many vGPUs, all may begin at once.
+        // Work that begins beside few others is watched first. Of many vGPUs, all may begin at
+        // once.
         let few = (2..=CROWD[0]).contains(&groups.len());
         self.at_rest = competing == 0 && !briefly && !few;
         let lone = channel_groups == 1 && groups.len() > 1;

@@ -11,8 +11,8 @@ pub struct Workload {
     pub idle_ns: u64,
     /// Time until the first burst, in nanoseconds.
     pub start_ns: u64,
-    /// Time between the starts of two bursts, in nanoseconds: if a burst ends late, the next follows
-    /// after the pause. 0 if each follows after the pause.
+    /// Time between the starts of two bursts, in nanoseconds: if a burst ends late, the next
+    /// follows after the pause. 0 if each follows after the pause.
     pub period_ns: u64,
 }
 
