@@ -1,8 +1,8 @@
 //! Limit of the rate at which an anchor starts workers.
 //!
 //! A worker that was taken over can end again and again. Each one costs the host a process, and may
-//! fill the log anew. Workers that die of a driver or of kills, even hundreds in a row, are replaced
-//! at once.
+//! fill the log anew. Workers that die of a driver or of kills, even hundreds in a row, are
+//! replaced at once.
 
 use std::time::{Duration, Instant};
 
