@@ -69,7 +69,7 @@ impl<'a> AddressSpace<'a> {
         }
         let memory = self.memories.get(first.slot()).ok_or(MmuFault(va))?;
         if let Some(file) = &memory.file {
-            file.touch(&memory.mapping, start, covered.min(len));
+            file.touch(&memory.mapping, start, covered.min(len)).map_err(|_| MmuFault(va))?;
         }
         let bus = memory.attachment.as_ref().map(|attached| attached.address + start);
         Ok(MemoryRange { mapping: &memory.mapping, offset: start, len: covered.min(len), bus })

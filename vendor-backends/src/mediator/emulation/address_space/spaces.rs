@@ -182,6 +182,9 @@ impl AddressSpaces {
 
     /// Adds guest memory.
     pub fn import(&mut self, memory: Memory) -> Result<MemoryId, Refusal> {
+        if let Some(file) = &memory.file {
+            self.first_touch.set_room(file);
+        }
         let id = self.memories.import(memory)?;
         self.update_max_tables();
         Ok(id)
@@ -192,6 +195,9 @@ impl AddressSpaces {
     pub fn release(&mut self, id: MemoryId) -> Result<Memory, Refusal> {
         let slot = Slot::try_from(id)?;
         let memory = self.memories.remove(slot)?;
+        if let Some(file) = &memory.file {
+            self.first_touch.add(file);
+        }
         self.tables.unmap_slot(slot);
         self.update_max_tables();
         Ok(memory)
@@ -258,8 +264,9 @@ impl AddressSpaces {
     }
 
     /// Notices pages of imported memory that the client has taken away.
-    pub fn forget_lost_pages(&self) {
+    pub fn forget_lost_pages(&mut self) {
         first_touch::forget_lost_pages(self.memories.files());
+        self.first_touch.update_room(self.memories.files());
     }
 }
 
