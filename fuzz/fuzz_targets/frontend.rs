@@ -15,7 +15,7 @@ use mdev_core::gpu::Pending;
 use mdev_core::units::PAGE_SIZE;
 use nvidia_rm::abi::uvm::MapExternal;
 use programs::FrontEnd;
-use programs::front_end::Outcome;
+use programs::front_end::{Opener, Outcome};
 use vendor_backends::nvidia::frontend::NvidiaFrontEnd;
 
 /// Address of parameters in the program.
@@ -195,7 +195,7 @@ fuzz_target!(|data: &[u8]| {
         requests: Requests::default(),
     };
     for (file, node) in [Node::Control, Node::Gpu(0), Node::Uvm].into_iter().enumerate() {
-        program.front_end.open(FileId(file as u64), node, 1).expect("a file");
+        program.front_end.open(FileId(file as u64), node, Opener::new(1, None)).expect("a file");
     }
     for _ in 0..96 {
         if program.input.is_empty() {
@@ -223,7 +223,7 @@ fuzz_target!(|data: &[u8]| {
             _ => {
                 program.front_end.close(&mut program.gpu, file);
                 let node = [Node::Control, Node::Gpu(0), Node::Uvm][(file.0 % 3) as usize];
-                let _ = program.front_end.open(file, node, 2);
+                let _ = program.front_end.open(file, node, Opener::new(2, None));
             }
         }
         assert!(program.front_end.used_video_bytes() <= VRAM);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 /* Open files of the device nodes. */
+#include <linux/cred.h>
 #include <linux/module.h>
 #include <linux/poll.h>
 #include <linux/slab.h>
@@ -98,6 +99,8 @@ static int tsr_open_at_device(struct tsr_file *file, u32 node, u32 minor)
 	open->node = cpu_to_le32(node);
 	open->minor = cpu_to_le32(minor);
 	open->process = cpu_to_le32(task_tgid_nr(current));
+	/* Programs of one user may share memory with each other. */
+	open->user = cpu_to_le32(from_kuid(&init_user_ns, current_euid()) + 1);
 	error = tsr_call(request, file->session);
 	if (error)
 		return error;

@@ -44,7 +44,7 @@ typedef int32_t __s32;
 #define TSQ_REG_CHECKPOINT_REASON 0x064	/* WO: the next 4 bytes of a refusal's reason */
 
 #define TSQ_MAGIC		0x41525354u	/* "TSRA" */
-#define TSQ_VERSION		0x00010000u	/* major << 16 | minor; refuse another major */
+#define TSQ_VERSION		0x00010001u	/* major << 16 | minor; refuse another major */
 #define TSQ_FEATURE_QUEUE	(1u << 8)
 
 #define TSQ_INTR_NONSTALL	(1u << 0)	/* leave disabled: events arrive by the queue */
@@ -227,7 +227,7 @@ struct tsq_open {
 	__le32 node;			/* TSQ_NODE_* */
 	__le32 minor;			/* of TSQ_NODE_GPU */
 	__le32 process;			/* thread group id of the opener, which nvidia-smi shows */
-	__le32 reserved;
+	__le32 user;			/* effective user id plus 1, or 0: not told */
 };
 
 #define TSQ_NODE_CONTROL	1	/* /dev/nvidiactl */

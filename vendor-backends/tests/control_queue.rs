@@ -122,6 +122,34 @@ fn the_welcome_says_what_programs_see() {
 }
 
 #[test]
+fn programs_of_different_users_share_memory_as_policies_say() {
+    const INSUFFICIENT_PERMISSIONS: u32 = 0x1b;
+    /// `RS_SHARE_TYPE_OS_SECURITY_TOKEN`.
+    const USER: u32 = 2;
+    const ROOT_USER: u32 = 1;
+    let mut driver = start();
+    let mut taken = |users: [u32; 2]| {
+        let [mut owner, mut other] = [7, 8]
+            .map(|process| Program::start_as(&mut driver, process, users[process as usize - 7]));
+        let memory = memory_params(MIB, 0);
+        owner.alloc(&mut driver, owner.root, 0x10, 0x80, &[0; 56]).unwrap();
+        owner.alloc(&mut driver, 0x10, 0x20, 0x40, &memory).unwrap();
+        let share = words(&[owner.root, 0x20, 0, 1, USER, 0xffff]);
+        let done = driver.ioctl(&mut owner.process, owner.control, 0xc018_4635, &share);
+        assert_eq!((done.errno, word(&done.argument, 5)), (0, 0));
+        let take = words(&[other.root, other.root, 0x30, owner.root, 0x20, 0, 0xffff]);
+        let done = driver.ioctl(&mut other.process, other.control, 0xc01c_4634, &take);
+        assert_eq!(done.errno, 0);
+        word(&done.argument, 6)
+    };
+    assert_eq!(taken([1001, 1001]), 0);
+    assert_eq!(taken([ROOT_USER, ROOT_USER]), 0);
+    assert_eq!(taken([1001, 1002]), INSUFFICIENT_PERMISSIONS);
+    assert_eq!(taken([1001, 0]), INSUFFICIENT_PERMISSIONS);
+    assert_eq!(taken([0, 0]), INSUFFICIENT_PERMISSIONS, "an old driver does not tell");
+}
+
+#[test]
 fn system_memory_is_the_guests_until_it_is_freed() {
     let mut driver = start();
     let mut program = Program::start(&mut driver);

@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// Version of the queue: major in the upper half, minor in the lower. A guest refuses an unknown
 /// major version.
-pub const VERSION: u32 = 0x0001_0000;
+pub const VERSION: u32 = 0x0001_0001;
 /// Length of a page of buffers and lists, in bytes.
 pub const PAGE_BYTES: usize = 4096;
 /// Maximum number of pages of a buffer. Hello and ioctls need all of them.
@@ -225,8 +225,8 @@ wire! {
         minor: u32,
         /// Id of the process.
         process: u32,
-        /// Zero.
-        reserved: u32,
+        /// Effective user id of the process plus 1, or 0 from guests that do not tell.
+        user: u32,
     }
 
     /// Reply to [`op::OPEN`].

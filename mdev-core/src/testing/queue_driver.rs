@@ -203,10 +203,15 @@ impl<B: Bus> QueueDriver<B> {
         }
     }
 
-    /// Opens a device node.
+    /// Opens a device node, as a program whose user is not told.
     pub fn open(&mut self, node: u32, process: u32) -> Result<u64, u32> {
+        self.open_as(node, process, 0)
+    }
+
+    /// Opens a device node, with the user id plus 1.
+    pub fn open_as(&mut self, node: u32, process: u32, user: u32) -> Result<u64, u32> {
         let request = request(op::OPEN, 0);
-        let opened: Opened = self.send(&Open { request, node, minor: 0, process, reserved: 0 })?;
+        let opened: Opened = self.send(&Open { request, node, minor: 0, process, user })?;
         Ok(opened.file)
     }
 

@@ -3,7 +3,8 @@
 use crate::abi::{
     ActiveDevices, AddressSpaceType, BuildVersion, BusInfoV1, ClassEngine, ContextBufferSize,
     DrainState, ErrorStates, FbInfo, FsInfo, GidInfo, GrInfoV1, IdInfo, IdInfoV1, NameString,
-    P2pCaps, Pair, PciInfo, PidInfos, Pids, PreemptionMode, ShortNameString, TimeCorrelation,
+    P2pCaps, Pair, PciInfo, PidInfos, Pids, PreemptionMode, SharePolicy, ShortNameString,
+    TimeCorrelation,
 };
 use crate::numbers::status::NOT_SUPPORTED;
 use crate::table::Policy::{Answer, Operate, Query, Refuse, Succeed};
@@ -15,7 +16,7 @@ handlers! {
     Control:
     ActiveDevices, AddressSpaceType, BuildVersion, BusInfoV1, ClassEngine, ClearErrorStates,
     ContextBufferSize, DrainState, ErrorStates, ExceptionMask, FbInfo, GidInfo, GpuIds, GrInfoV1,
-    IdInfo, IdInfoV1, NameString, NvlinkCaps, P2pCaps, PciInfo, PerfBoost, PidInfo, Pids,
+    IdInfo, IdInfoV1, InheritedSharePolicy, NameString, NvlinkCaps, P2pCaps, PciInfo, PerfBoost, PidInfo, Pids,
     PreemptionMode, ResetChannel, ShortName, StatusPagePoll, TimeCorrelation, Token,
 }
 
@@ -55,8 +56,8 @@ rows! { Control:
     0x0000_0a04 NV0000_CTRL_CMD_SYNC_GPU_BOOST_GROUP_INFO [bytes(2244)] => Query;
     0x0000_0d01 NV0000_CTRL_CMD_CLIENT_GET_ADDR_SPACE_TYPE [form!(AddressSpaceType)]
         => Answer(Control::AddressSpaceType);
-    0x0000_0d04 NV0000_CTRL_CMD_CLIENT_SET_INHERITED_SHARE_POLICY []
-        => Succeed("all processes of a vGPU may use what one has shared");
+    0x0000_0d04 NV0000_CTRL_CMD_CLIENT_SET_INHERITED_SHARE_POLICY [form!(SharePolicy)]
+        => Operate(Control::InheritedSharePolicy);
 
     0x0080_0280 NV0080_CTRL_CMD_GPU_GET_NUM_SUBDEVICES [bytes(4)] => Query, Numbers;
     0x0080_0288 NV0080_CTRL_CMD_GPU_QUERY_SW_STATE_PERSISTENCE [bytes(4)] => Query;

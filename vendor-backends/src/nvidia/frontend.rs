@@ -17,7 +17,7 @@
 //! 1. `call`: one ioctl, what it reads and what it changes
 //! 2. `files`, `objects`, `memory`, `video_memory`: the state
 //! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
-//!    * `sharing`: memory of other processes; `managed`: memory that CUDA manages
+//!    * `sharing`, `share_policy`: memory of other processes; `managed`: memory that CUDA manages
 //!    * `file_memory`: memory in files
 //! 4. [`identity`], [`Recorded`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `faults`: what programs learn of their channels' errors
@@ -42,6 +42,7 @@ mod objects;
 mod processes;
 mod refusals;
 mod shapes;
+mod share_policy;
 mod sharing;
 mod status_page;
 #[cfg(feature = "test-util")]
@@ -61,7 +62,8 @@ use nvidia_rm::numbers::status;
 use nvidia_rm::recording::Recorded;
 use nvidia_rm::version::Layout;
 use programs::front_end::{
-    Changes, Damaged, FrontEnd, FrontEndSpec, GuestOutcome, Mapped, NewFiles, Outcome, StoreId,
+    Changes, Damaged, FrontEnd, FrontEndSpec, GuestOutcome, Mapped, NewFiles, Opener, Outcome,
+    StoreId,
 };
 use programs::guest_memory::{FreedPages, GivenMemory};
 
@@ -120,10 +122,10 @@ impl FrontEnd for NvidiaFrontEnd {
         }
     }
 
-    fn open(&mut self, file: FileId, node: Node, process: i32) -> Result<(), Errno> {
+    fn open(&mut self, file: FileId, node: Node, opener: Opener) -> Result<(), Errno> {
         match node {
             Node::Gpu(minor) if minor != Identity::MINOR => Err(Errno::ENXIO),
-            _ => self.files.open(file, node, process),
+            _ => self.files.open(file, node, opener),
         }
     }
 

@@ -8,6 +8,7 @@ mod faults;
 mod program;
 mod recording;
 mod replay;
+mod sharing;
 #[path = "../support/soft_vgpu.rs"]
 mod soft_vgpu;
 #[path = "../support/warnings.rs"]
@@ -24,11 +25,10 @@ use program::{
     CONTROL, CONTROL_FD, Context, GPU, GPU_FD, Program, UVM, VRAM, memory_params, word, words,
 };
 use programs::FrontEnd;
-use programs::front_end::Mapped;
+use programs::front_end::{Mapped, Opener};
 use proptest::prelude::*;
 
 const NO_MEMORY: u32 = 0x51;
-const INSUFFICIENT_PERMISSIONS: u32 = 0x1b;
 const INVALID_ADDRESS: u32 = 0x1e;
 const INVALID_CLASS: u32 = 0x22;
 const INVALID_CLIENT: u32 = 0x23;
@@ -102,7 +102,7 @@ fn a_program_cannot_use_the_objects_of_another() {
     let mut program = Program::start();
     let context = program.context();
     let other = FileId(77);
-    program.front_end.open(other, Node::Control, 2).unwrap();
+    program.front_end.open(other, Node::Control, Opener::new(2, None)).unwrap();
     let argument = words(&[context.root, context.device, 0x80_0280, 0, 0, 0, 4, 0]);
     let done = program.ioctl_with(other, 0xc020_462a, argument, Some(16), &[0; 4]);
     assert_eq!((done.errno, word(&done.argument, 7)), (0, INVALID_CLIENT));
@@ -198,35 +198,6 @@ fn an_address_space_may_begin_anywhere() {
     params[32..40].copy_from_slice(&u64::MAX.to_le_bytes());
     params[40..48].copy_from_slice(&u64::MAX.to_le_bytes());
     program.alloc(context.root, context.device, 0x50, 0x90f1, &params);
-}
-
-#[test]
-fn a_process_uses_memory_that_another_shares() {
-    const SHARE: u32 = 0xc018_4635;
-    const DUP_OBJECT: u32 = 0xc01c_4634;
-    let mut program = Program::start();
-    let context = program.context();
-    let memory = memory_params(4 * MIB, 2 * MIB);
-    program.new_object(context.root, context.device, 0x20, 0x40, &memory);
-    let other = FileId(77);
-    program.front_end.open(other, Node::Control, 2).unwrap();
-    let root = program.ioctl_with(other, 0xc030_462b, vec![0; 48], None, &[]);
-    let root = word(&root.argument, 2);
-    let duplicate = |program: &mut Program| {
-        let argument = words(&[root, root, 0x30, context.root, 0x20, 0, 0xffff]);
-        let done = program.ioctl_with(other, DUP_OBJECT, argument, None, &[]);
-        (done.errno, word(&done.argument, 6))
-    };
-    assert_eq!(duplicate(&mut program), (0, INSUFFICIENT_PERMISSIONS));
-    let argument = words(&[context.root, 0x20, context.root, 1, 1, 0xffff]);
-    let done = program.ioctl_with(CONTROL, SHARE, argument, None, &[]);
-    assert_eq!((done.errno, word(&done.argument, 5)), (0, 0));
-    assert_eq!(duplicate(&mut program), (0, 0));
-    // It outlives the process that allocated it.
-    program.front_end.close(&mut program.client, CONTROL);
-    assert_eq!(program.front_end.used_video_bytes(), 4 * MIB);
-    program.front_end.close(&mut program.client, other);
-    assert_eq!(program.front_end.used_video_bytes(), 0);
 }
 
 #[test]

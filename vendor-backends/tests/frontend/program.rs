@@ -11,7 +11,7 @@ use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::gpu::{Client, ClientSpec};
 use mdev_core::units::MIB;
 use programs::FrontEnd;
-use programs::front_end::{Mapped, Outcome};
+use programs::front_end::{Mapped, Opener, Outcome};
 use vendor_backends::mediator::MediatedClient;
 use vendor_backends::nvidia::frontend::NvidiaFrontEnd;
 use vendor_backends::nvidia::frontend::identity::Identity;
@@ -59,7 +59,7 @@ impl Program {
     pub fn start() -> Self {
         let mut program = Self::of(identity("550.163.01", VRAM), 8);
         for (file, node) in [(CONTROL, Node::Control), (GPU, Node::Gpu(0)), (UVM, Node::Uvm)] {
-            program.front_end.open(file, node, 1).unwrap();
+            program.front_end.open(file, node, Opener::new(1, None)).unwrap();
         }
         program
     }

@@ -11,7 +11,7 @@ use ipc::mem::SharedMemory;
 use mdev_core::ids::VgpuId;
 use mdev_core::units::GIB;
 use programs::FrontEnd;
-use programs::front_end::Outcome;
+use programs::front_end::{Opener, Outcome};
 use vendor_backends::nvidia::frontend::identity::Identity;
 
 use crate::program::{Program, word};
@@ -104,7 +104,10 @@ impl Replay {
             match step {
                 Step::Open(fd, node) => {
                     self.last_file += 1;
-                    self.program.front_end.open(FileId(self.last_file), *node, 1).unwrap();
+                    self.program
+                        .front_end
+                        .open(FileId(self.last_file), *node, Opener::new(1, None))
+                        .unwrap();
                     self.files.insert(*fd, FileId(self.last_file));
                 }
                 Step::Close(fd) => {

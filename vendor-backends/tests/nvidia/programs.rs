@@ -15,7 +15,7 @@ use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 use nvidia_rm::fake_rm::FakeRm;
 use nvidia_rm::generation;
 use programs::FrontEnd;
-use programs::front_end::Outcome;
+use programs::front_end::{Opener, Outcome};
 use vendor_backends::conformance::lifecycle;
 use vendor_backends::nvidia::NvidiaClient;
 use vendor_backends::nvidia::frontend::testing::{front_end, identity, word, words};
@@ -126,7 +126,7 @@ fn programs_use_the_classes_that_the_driver_lists() {
         let mut gpu = gpu(&rm);
         let mut client = open(&rm, &mut gpu);
         let mut front_end = front_end(identity(DRIVER, 64 * MIB), 256 * MIB);
-        front_end.open(FileId(1), Node::Control, 1).unwrap();
+        front_end.open(FileId(1), Node::Control, Opener::new(1, None)).unwrap();
         let mut alloc = |[root, parent, handle, class]: [u32; 4]| {
             let argument = words(&[root, parent, handle, class, 0, 0, 0, 0]);
             let request = IoctlRequest {

@@ -29,7 +29,7 @@ use zerocopy::FromBytes;
 
 use self::buffer::Buffer;
 use self::ring::Ring;
-use crate::front_end::{FrontEnd, GuestOutcome, Mapped};
+use crate::front_end::{FrontEnd, GuestOutcome, Mapped, Opener};
 use crate::guest_memory::{FreedPages, GivenMemory};
 
 /// Maximum number of ranges of all memories.
@@ -217,7 +217,8 @@ impl ControlQueue {
         let request: queue::Open = messages::exact(request)?;
         let process = i32::try_from(request.process).map_err(|_| Errno::EINVAL)?;
         let file = FileId(self.last_file + 1);
-        self.front_end.open(file, messages::node_of(&request)?, process)?;
+        let opener = Opener::new(process, request.user.checked_sub(1));
+        self.front_end.open(file, messages::node_of(&request)?, opener)?;
         self.last_file = file.0;
         self.open.insert(file);
         let reply = messages::result(Ok(()));

@@ -28,6 +28,32 @@ pub struct FrontEndSpec {
     pub max_system_bytes: u64,
 }
 
+/// Process that opened a device node, of the host or of the VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Opener {
+    /// Id of the process. None that is not positive is known.
+    pub process: i32,
+    /// Effective user, if known.
+    pub user: Option<u32>,
+}
+
+impl Opener {
+    /// Creates a description of a process.
+    pub const fn new(process: i32, user: Option<u32>) -> Self {
+        Self { process, user }
+    }
+
+    /// Returns whether both are known to be one process.
+    pub fn is_same_process(&self, other: &Self) -> bool {
+        self.process > 0 && self.process == other.process
+    }
+
+    /// Returns whether both are known to be of one user.
+    pub fn is_same_user(&self, other: &Self) -> bool {
+        self.user.is_some() && self.user == other.user
+    }
+}
+
 /// The device files of a driver, as programs on a vGPU use them.
 ///
 /// Requests come from programs: nothing in them is trusted. They have their effects on the vGPU
@@ -41,7 +67,7 @@ pub trait FrontEnd: fmt::Debug + Send {
     /// # Errors
     ///
     /// Returns what `open()` fails with.
-    fn open(&mut self, file: FileId, node: Node, process: i32) -> Result<(), Errno>;
+    fn open(&mut self, file: FileId, node: Node, opener: Opener) -> Result<(), Errno>;
 
     /// Returns the device node of an open file.
     fn node(&self, file: FileId) -> Option<Node>;

@@ -70,8 +70,12 @@ structures! {
         root: u32, parent: u32, object: u32, source_root: u32, source: u32, flags: u32, status: u32,
     }
 
+    /// `RS_SHARE_POLICY`: rights of other clients. `kind` and `action` are `RS_SHARE_TYPE_*` and
+    /// `RS_SHARE_ACTION_FLAG_*`.
+    SharePolicy { target: u32, rights: u32, kind: u16, action: u8, pad0: u8 }
+
     /// `NVOS57_PARAMETERS`: lets other clients use an object.
-    Share { root: u32, object: u32, policy: [u32; 3], status: u32 }
+    Share { root: u32, object: u32, policy: SharePolicy, status: u32 }
 
     /// `NVOS34_PARAMETERS`.
     UnmapMemory {

@@ -178,6 +178,7 @@ impl NvidiaFrontEnd {
             Handler::ExceptionMask => self.watch_exceptions(gpu, control)?,
             Handler::ErrorStates => self.error_states(gpu, control)?,
             Handler::ClearErrorStates => self.clear_error_states(gpu, control)?,
+            Handler::InheritedSharePolicy => self.share_client(control)?,
             Handler::P2pCaps => self.p2p_caps(control)?,
             Handler::NvlinkCaps => {
                 // As of a GPU without links.

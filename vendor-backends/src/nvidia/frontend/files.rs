@@ -6,7 +6,7 @@ use cuda_socket::{FileId, Node};
 use mdev_core::ids::SpaceId;
 use nix::errno::Errno;
 use programs::change_map::ChangeMap;
-use programs::front_end::StoreId;
+use programs::front_end::{Opener, StoreId};
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
@@ -19,8 +19,8 @@ pub const MAX_FILES: usize = 4096;
 pub struct File {
     /// The device node.
     pub node: Node,
-    /// Id of the process that opened it.
-    pub process: i32,
+    /// Process that opened it.
+    pub opener: Opener,
     /// Control file that a GPU's file is attached to (`NV_ESC_REGISTER_FD`).
     pub control: Option<FileId>,
     /// Memory that `mmap` of the file maps (`NV_ESC_RM_MAP_MEMORY`).
@@ -59,11 +59,11 @@ pub struct Files {
 
 impl Files {
     /// Adds an open file.
-    pub fn open(&mut self, id: FileId, node: Node, process: i32) -> Result<(), Errno> {
+    pub fn open(&mut self, id: FileId, node: Node, opener: Opener) -> Result<(), Errno> {
         if self.open.len() >= MAX_FILES {
             return Err(Errno::ENFILE);
         }
-        let file = File { node, process, control: None, mapped: None, uvm: UvmFile::default() };
+        let file = File { node, opener, control: None, mapped: None, uvm: UvmFile::default() };
         self.open.insert(id, file);
         Ok(())
     }

@@ -20,6 +20,7 @@ use super::NvidiaFrontEnd;
 use super::files::{File, MAX_FILES, MAX_RANGES};
 use super::memory::journal::{MemoryChanges, MemoryParts, MemoryState};
 use super::objects::{Clients, Kind, MAX_CLIENTS, MAX_OBJECTS, Object, RmClient};
+use super::share_policy::{MAX_POLICIES, ShareList};
 
 /// Changes of a front end since others were taken, or all of its state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +32,7 @@ pub(super) struct StateChanges {
     external: Vec<Changed<(FileId, u64), u64>>,
     clients: Vec<Changed<u32, RmClient>>,
     objects: Vec<Changed<(u32, u32), Object>>,
+    shares: Vec<Changed<(u32, u32), ShareList>>,
     memory: MemoryChanges,
 }
 
@@ -53,6 +55,7 @@ pub(super) struct State {
     external: BTreeMap<(FileId, u64), u64>,
     clients: BTreeMap<u32, RmClient>,
     objects: BTreeMap<(u32, u32), Object>,
+    shares: BTreeMap<(u32, u32), ShareList>,
     memory: MemoryState,
 }
 
@@ -73,7 +76,14 @@ impl State {
         apply(&mut self.external, changes.external);
         apply(&mut self.clients, changes.clients);
         apply(&mut self.objects, changes.objects);
+        apply(&mut self.shares, changes.shares);
         self.memory.apply(changes.memory);
+    }
+
+    /// Returns whether there is such an object, or client.
+    fn has(&self, (root, handle): (u32, u32)) -> bool {
+        let is_client = root == handle && self.clients.contains_key(&root);
+        is_client || self.objects.contains_key(&(root, handle))
     }
 
     fn is_valid(&self) -> bool {
@@ -86,6 +96,7 @@ impl State {
             && self.empty.keys().chain(self.external.keys()).all(has_file)
             && self.empty.iter().all(|((_, at), len)| at.checked_add(*len).is_some())
             && self.objects.keys().all(|(root, _)| self.clients.contains_key(root))
+            && self.shares.iter().all(|(key, list)| self.has(*key) && list.len() <= MAX_POLICIES)
     }
 }
 
@@ -98,6 +109,7 @@ impl NvidiaFrontEnd {
             || files.external.is_changed()
             || clients.by_root.is_changed()
             || clients.objects.is_changed()
+            || clients.shares.is_changed()
             || memories.has_changes()
     }
 
@@ -112,6 +124,7 @@ impl NvidiaFrontEnd {
             external: files.external.take_changes(|len| *len),
             clients: clients.by_root.take_changes(RmClient::clone),
             objects: clients.objects.take_changes(Object::clone),
+            shares: clients.shares.take_changes(ShareList::clone),
             memory: memories.take_changes(),
         }
     }
@@ -127,6 +140,7 @@ impl NvidiaFrontEnd {
             external: files.external.all(|len| *len),
             clients: clients.by_root.all(RmClient::clone),
             objects: clients.objects.all(Object::clone),
+            shares: clients.shares.all(ShareList::clone),
             memory: memories.all(),
         }
     }
@@ -141,7 +155,7 @@ impl NvidiaFrontEnd {
         if !state.is_valid() {
             return Err(Damaged("its files and objects do not belong together"));
         }
-        let State { files, empty, external, clients, objects, memory, .. } = state;
+        let State { files, empty, external, clients, objects, shares, memory, .. } = state;
         let stores = objects.values().filter_map(|object| match object.kind {
             Kind::Memory(store) => Some(store),
             _ => None,
@@ -153,6 +167,7 @@ impl NvidiaFrontEnd {
         self.clients = Clients {
             by_root: ChangeMap::unchanged(clients),
             objects: ChangeMap::unchanged(objects),
+            shares: ChangeMap::unchanged(shares),
             next: state.next_client,
         };
         self.last_group = state.last_group;

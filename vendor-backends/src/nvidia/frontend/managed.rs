@@ -54,7 +54,7 @@ impl NvidiaFrontEnd {
     /// Returns a process that has allocated managed memory.
     pub(super) fn managing_process(&self) -> Option<i32> {
         let file = self.files.managed.first()?;
-        self.files.get(*file).ok().map(|file| file.process)
+        self.files.get(*file).ok().map(|file| file.opener.process)
     }
 
     /// Notes that a program has mapped a range of nvidia-uvm's file that has no memory.

@@ -1,16 +1,18 @@
 //! The tree of objects that programs have created with the resource manager.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use cuda_socket::FileId;
 use mdev_core::gpu::ChannelHandle;
 use mdev_core::ids::{ChannelId, SpaceId};
 use nvidia_rm::numbers::{class, status};
 use programs::change_map::ChangeMap;
-use programs::front_end::StoreId;
+use programs::front_end::{Opener, StoreId};
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
+use super::files::Files;
+use super::share_policy::{self, Change, DEFAULT, OWN_RIGHTS, Pair, Policy, ShareList, Sharers};
 
 /// First handle of a client. The driver chooses handles of clients from this range.
 const FIRST_CLIENT: u32 = 0xc1d0_0001;
@@ -103,8 +105,6 @@ pub struct Object {
 pub struct RmClient {
     /// Control file on which it was made.
     pub file: FileId,
-    /// Objects that other processes may use.
-    pub shared: BTreeSet<u32>,
 }
 
 /// All clients of a vGPU's programs.
@@ -113,12 +113,19 @@ pub struct Clients {
     pub(super) by_root: ChangeMap<u32, RmClient>,
     /// Objects by client and handle.
     pub(super) objects: ChangeMap<(u32, u32), Object>,
+    /// Share policies by client and handle, of objects and clients that have lists of their own.
+    pub(super) shares: ChangeMap<(u32, u32), ShareList>,
     pub(super) next: u32,
 }
 
 impl Default for Clients {
     fn default() -> Self {
-        Self { by_root: ChangeMap::default(), objects: ChangeMap::default(), next: FIRST_CLIENT }
+        Self {
+            by_root: ChangeMap::default(),
+            objects: ChangeMap::default(),
+            shares: ChangeMap::default(),
+            next: FIRST_CLIENT,
+        }
     }
 }
 
@@ -132,7 +139,7 @@ impl Clients {
         while self.by_root.contains_key(&self.next) {
             self.next = self.next.checked_add(1).unwrap_or(FIRST_CLIENT);
         }
-        self.by_root.insert(self.next, RmClient { file, shared: BTreeSet::new() });
+        self.by_root.insert(self.next, RmClient { file });
         Ok(self.next)
     }
 
@@ -153,22 +160,63 @@ impl Clients {
         self.objects.get(&(root, handle)).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
     }
 
-    /// Lets other processes use an object.
-    pub fn share(&mut self, file: FileId, root: u32, handle: u32) -> Result<(), Stop> {
-        self.object(file, root, handle)?;
-        if let Some(client) = self.by_root.get_mut(&root) {
-            client.shared.insert(handle);
+    /// Changes the share policies of an object, or of the client itself. An error changes nothing.
+    ///
+    /// Unlike in the driver, a client cannot take away its own rights.
+    pub fn share(
+        &mut self,
+        file: FileId,
+        root: u32,
+        handle: u32,
+        change: &Change,
+    ) -> Result<(), Stop> {
+        self.class_of(file, root, handle)?;
+        if matches!(change.policy.whose, Sharers::Client(it) if !self.by_root.contains_key(&it)) {
+            return Err(Stop::Status(status::INVALID_CLIENT));
         }
+        if !change.revokes && change.policy.rights & !OWN_RIGHTS != 0 {
+            return Err(Stop::Status(status::INSUFFICIENT_PERMISSIONS));
+        }
+        let list = share_policy::changed(self.active_shares(root, handle), change)?;
+        self.shares.insert((root, handle), list);
         Ok(())
     }
 
-    /// Returns an object that the client of a control file may use: its own, or a shared one.
-    pub fn accessible(&self, file: FileId, root: u32, handle: u32) -> Result<&Object, Stop> {
-        let client = self.by_root.get(&root).ok_or(Stop::Status(status::INVALID_CLIENT))?;
-        if client.file != file && !client.shared.contains(&handle) {
+    /// Returns the share policies in force for an object: its own, or those of the nearest object
+    /// above it.
+    fn active_shares(&self, root: u32, handle: u32) -> &[Policy] {
+        let mut at = handle;
+        // A damaged journal may have objects above themselves.
+        for _ in 0..=self.objects.len() {
+            if let Some(list) = self.shares.get(&(root, at)) {
+                return list;
+            }
+            let Some(object) = self.objects.get(&(root, at)) else { break };
+            at = object.parent;
+        }
+        self.shares.get(&(root, root)).map_or(DEFAULT, |list| list)
+    }
+
+    /// Returns an object of `source` that the client `root` may make an own object of.
+    pub fn accessible(
+        &self,
+        files: &Files,
+        root: u32,
+        source: u32,
+        handle: u32,
+    ) -> Result<&Object, Stop> {
+        let opener = |root: u32| -> Result<Opener, Stop> {
+            let client = self.by_root.get(&root);
+            Ok(files.get(client.ok_or(Stop::Status(status::INVALID_CLIENT))?.file)?.opener)
+        };
+        let pair = Pair { owner: opener(source)?, other: opener(root)?, client: root };
+        let object = self.objects.get(&(source, handle));
+        let object = object.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
+        let rights = share_policy::rights(self.active_shares(source, handle), &pair);
+        if root != source && rights & share_policy::DUP_OBJECT == 0 {
             return Err(Stop::Status(status::INSUFFICIENT_PERMISSIONS));
         }
-        self.objects.get(&(root, handle)).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
+        Ok(object)
     }
 
     /// Returns an object for a change.
@@ -249,11 +297,8 @@ impl Clients {
                 at += 1;
             }
         }
-        let shares = self.by_root.get(&root).is_some_and(|client| !client.shared.is_empty());
-        if shares && let Some(client) = self.by_root.get_mut(&root) {
-            for handle in &handles {
-                client.shared.remove(handle);
-            }
+        for handle in &handles {
+            self.shares.remove(&(root, *handle));
         }
         let mut removed = Vec::new();
         for handle in handles.iter().rev() {
@@ -266,8 +311,21 @@ impl Clients {
         });
         if handle == root {
             self.by_root.remove(&root);
+            self.shares.remove(&(root, root));
+            self.forget_sharer(root);
         }
         Ok(removed)
+    }
+
+    /// Removes the policies that name a client: another client may get its handle.
+    fn forget_sharer(&mut self, root: u32) {
+        let names = |policy: &Policy| policy.whose == Sharers::Client(root);
+        let naming = self.shares.iter().filter(|(_, list)| list.iter().any(names));
+        for key in naming.map(|(key, _)| *key).collect::<Vec<_>>() {
+            if let Some(list) = self.shares.get_mut(&key) {
+                list.retain(|policy| !names(policy));
+            }
+        }
     }
 
     /// Returns the clients of a control file.

@@ -19,7 +19,7 @@ const VIDEO_MEMORY: u32 = 0;
 
 impl NvidiaFrontEnd {
     fn process_of(&self, file: FileId) -> Option<i32> {
-        self.files.get(file).ok().map(|file| file.process)
+        self.files.get(file).ok().map(|file| file.opener.process)
     }
 
     /// Returns the processes that have an object of a class.

@@ -12,7 +12,7 @@ use ipc::mem::SharedMemory;
 use mdev_core::units::{KIB, MIB, PAGE_SIZE};
 use nvidia_rm::fake_rm::{self, FakeRm};
 use programs::FrontEnd;
-use programs::front_end::{NewFiles, Outcome, StoreId};
+use programs::front_end::{NewFiles, Opener, Outcome, StoreId};
 use programs::guest_memory::FreedPages;
 use vendor_backends::nvidia::frontend::NvidiaFrontEnd;
 use vendor_backends::nvidia::frontend::testing::{front_end, identity, memory_params, word, words};
@@ -178,7 +178,7 @@ fn run(end: End) -> Results {
     let mut recorded = Recorded::default();
     let mut front_end = recorded.new_front_end();
     for (file, node) in [(CONTROL, Node::Control), (UVM, Node::Uvm)] {
-        front_end.open(file, node, 1).unwrap();
+        front_end.open(file, node, Opener::new(1, None)).unwrap();
     }
     recorded.record(&mut front_end);
     anchor.record(&mut worker.client);

@@ -45,8 +45,13 @@ pub struct Channel {
 
 impl Program {
     pub fn start<B: Bus>(driver: &mut QueueDriver<B>) -> Self {
-        let [control, gpu, uvm] =
-            [node::CONTROL, node::GPU, node::UVM].map(|node| driver.open(node, 7).unwrap());
+        Self::start_as(driver, 7, 0)
+    }
+
+    /// Starts a process of a user. `user` is the number plus 1, or 0 if it is not told.
+    pub fn start_as<B: Bus>(driver: &mut QueueDriver<B>, process: u32, user: u32) -> Self {
+        let [control, gpu, uvm] = [node::CONTROL, node::GPU, node::UVM]
+            .map(|node| driver.open_as(node, process, user).unwrap());
         let mut process = Process::default();
         process.files.insert(CONTROL_FD, control);
         process.files.insert(GPU_FD, gpu);

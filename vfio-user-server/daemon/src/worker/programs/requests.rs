@@ -13,7 +13,8 @@ use foreign_fds::ForeignFd;
 use ipc::seqpacket::SeqPacket;
 use nix::errno::Errno;
 use nix::sys::stat::fstat;
-use programs::front_end::{Mapped, Outcome};
+use programs::front_end::{Mapped, Opener, Outcome};
+use vgpud_api::AttachedClient;
 
 use super::{Changes, Programs, Source};
 use crate::worker::doorbell;
@@ -92,9 +93,10 @@ impl Programs {
     ) -> io::Result<()> {
         let Incoming { number, request, fds } = incoming;
         let Some(connection) = self.connections.get(&source) else { return Ok(()) };
-        let process = connection.process.pid;
+        let AttachedClient { pid, uid } = connection.process;
+        let opener = Opener::new(pid, Some(uid).filter(|uid| *uid != u32::MAX));
         let opens = matches!(request, Request::Open(_));
-        let (reply, fds) = self.answer_request(function, request, fds, process, changes);
+        let (reply, fds) = self.answer_request(function, request, fds, opener, changes);
         let packet = match (&reply, self.connections.get(&source)) {
             // A process of another version.
             (Reply::Failed { .. }, Some(connection)) if !connection.greeted => encode(&reply),
@@ -142,7 +144,7 @@ impl Programs {
         function: &mut Function,
         request: Request,
         fds: Vec<ForeignFd>,
-        process: i32,
+        opener: Opener,
         changes: &mut Changes,
     ) -> (Reply, Vec<OwnedFd>) {
         let failed = |errno: Errno| (Reply::Failed { errno: errno as i32 }, Vec::new());
@@ -151,7 +153,7 @@ impl Programs {
                 (Reply::Welcome(self.front_end.welcome()), Vec::new())
             }
             Request::Hello { .. } => failed(Errno::EPROTO),
-            Request::Open(node) => match self.open(function, process, node, changes) {
+            Request::Open(node) => match self.open(function, opener, node, changes) {
                 Ok((file, fd)) => (Reply::Opened(file), vec![fd]),
                 Err(error) => failed(error),
             },
@@ -194,7 +196,7 @@ impl Programs {
     fn open(
         &mut self,
         function: &mut Function,
-        process: i32,
+        opener: Opener,
         node: Node,
         changes: &mut Changes,
     ) -> Result<(FileId, OwnedFd), Errno> {
@@ -203,7 +205,7 @@ impl Programs {
         getrandom::fill(&mut id).map_err(|_| Errno::EIO)?;
         let id = FileId(u64::from_ne_bytes(id));
         let stat = fstat(theirs.as_fd()).map_err(|_| Errno::EIO)?;
-        self.front_end.open(id, node, process)?;
+        self.front_end.open(id, node, opener)?;
         let source = self.next_source();
         if let Some(recorder) = function.programs_recorder() {
             recorder.keep(Key::file(source.0), ours.as_fd());
