@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use vgpu_kube::grpc;
 use vgpu_kube::proto::dra::{v1, v1beta1};
@@ -145,8 +145,14 @@ async fn kubelet_finds_the_driver_by_its_registration() -> Result<()> {
     let bed = Bed::start(&["--dra"])?;
     let socket = bed.kubelet().join("plugins_registry/gpu.tessera.dev-reg.sock");
     for _ in 0..2 {
-        eventually("the registration", async || socket.exists()).await?;
-        let channel = grpc::connect(&socket).await?;
+        // A socket exists shortly before it accepts connections.
+        let mut channel = None;
+        eventually("the registration", async || {
+            channel = grpc::connect(&socket).await.ok();
+            channel.is_some()
+        })
+        .await?;
+        let channel = channel.context("No connection")?;
         let mut client = registration::registration_client::RegistrationClient::new(channel);
         let info = client.get_info(registration::InfoRequest {}).await?.into_inner();
         assert_eq!((info.r#type.as_str(), info.name.as_str()), ("DRAPlugin", "gpu.tessera.dev"));
