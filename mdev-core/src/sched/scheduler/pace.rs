@@ -65,8 +65,8 @@ pub(super) struct Pace {
     watched: Option<usize>,
     /// How often vGPUs below their shares get the engine.
     turns: Turns,
-    /// Nothing is known to be about to work, and what begins may have its whole slice.
-    at_rest: bool,
+    /// Some vGPU is below its share.
+    briefly: bool,
     /// So many vGPUs compete that slices are to change seldom.
     crowded: bool,
 }
@@ -78,7 +78,7 @@ impl Default for Pace {
             round: Duration::ZERO,
             watched: None,
             turns: Turns::default(),
-            at_rest: true,
+            briefly: false,
             crowded: false,
         }
     }
@@ -90,7 +90,7 @@ impl Pace {
         match demand {
             // A change of demand changes no slice.
             _ if self.crowded => self.competing,
-            Demand::Idle if self.at_rest => self.competing,
+            Demand::Idle if self.round.is_zero() && !self.briefly => self.competing,
             Demand::Idle | Demand::Brief => Length { factor: 1.0, longest: BRIEF_SLICE },
             Demand::Competing => self.competing,
         }
@@ -144,10 +144,7 @@ impl Pace {
         self.crowded = costly_changes && competing > CROWD[usize::from(self.crowded)];
         let steadily = if self.crowded { STEADILY_BRIEF } else { 1 };
         let briefly = of(Demand::Brief).any(|group| group.brief_for >= steadily);
-        // Work that begins beside few others is watched first. Of many vGPUs, all may begin at
-        // once.
-        let few = (2..=CROWD[0]).contains(&groups.len());
-        self.at_rest = competing == 0 && !briefly && !few;
+        self.briefly = briefly;
         let lone = channel_groups == 1 && groups.len() > 1;
         self.watched = (lone || competing == 0 && briefly).then_some(groups.len());
         let mut next = Length::UNCHANGED;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 /// Code before a string literal that makes the literal a message.
-const MARKS: [&str; 15] = [
+const MARKS: [&str; 16] = [
     "#[error(",
     "ErrorDetail::new(",
     "error(ErrorCode",
@@ -22,6 +22,7 @@ const MARKS: [&str; 15] = [
     "invalid(",
     "Err(",
     "invalid_response(",
+    "say(format_args!(",
 ];
 
 /// Minimum length of a recognizable part of a message, in bytes.

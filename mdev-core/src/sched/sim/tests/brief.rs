@@ -277,20 +277,3 @@ fn a_training_that_starts_beside_a_service_lets_it_run() {
         }
     }
 }
-
-/// Before its demand is known, work that begins beside few others has short slices.
-#[test]
-fn a_request_beside_work_that_begins_waits_for_a_short_slice() {
-    for gpu in GPUS {
-        let mut sim = on(gpu);
-        for n in 0..3 {
-            sim.start(id(n), soft(30), Workload::IDLE).unwrap();
-        }
-        sim.run(Duration::from_secs(1)).unwrap();
-        sim.turn_to(0, TRAINING);
-        sim.turn_to(1, REPEATED.every(10 * MS).after(MS));
-        sim.run(Duration::from_millis(500)).unwrap();
-        let worst = sim.waits(id(1)).unwrap().quantile(1.0);
-        assert!(worst < 3_500 * US, "{gpu:?}: {} us", worst / US);
-    }
-}
