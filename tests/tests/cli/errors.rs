@@ -50,6 +50,7 @@ const BEYOND: &[(&str, &str)] = &[
     ("The VM has no vGPU", "a VM is found by one of its vGPUs"),
     ("The VM of vGPU", "it takes a VM that does not answer for minutes"),
     ("Interrupted; the CUDA programs of the VM", "it takes a signal while the VM is at work"),
+    ("vGPU {} still runs", "it takes a vgpud that ends with the program"),
     ("note: the domain was not restored, and cannot be", "virsh destroy does not fail"),
     ("note: the VM may be paused", "it takes a QEMU that ends at that moment"),
     ("QEMU does not give the transfer up", "it takes a QEMU that stops in the midst of a transfer"),
