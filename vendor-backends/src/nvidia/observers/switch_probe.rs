@@ -117,13 +117,15 @@ impl Drop for ProbeMemory {
 
 fn alloc_class(device: &Device, channel: &Arc<Object>) -> Result<Arc<Object>, GpuError> {
     let (rm_client, compute) = (&device.rm_client, device.generation.compute);
-    for _ in 1..ATTEMPTS {
+    let mut others = 1..ATTEMPTS;
+    loop {
         match rm_client.alloc(Some(channel), compute, None, "probe's class") {
-            Err(error) if error.is_out_of_memory() => thread::sleep(PAUSE),
+            Err(error) if error.is_out_of_memory() && others.next().is_some() => {
+                thread::sleep(PAUSE);
+            }
             result => return Ok(result?),
         }
     }
-    Ok(rm_client.alloc(Some(channel), compute, None, "probe's class")?)
 }
 
 impl SwitchProbe {
