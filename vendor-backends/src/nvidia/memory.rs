@@ -31,6 +31,10 @@ use super::device::Device;
 const MAX_SPACES: usize = 256;
 const MAX_MEMORIES: usize = 65_536;
 
+/// Maximum number of imports. Each is a mapping in this process, and three where its owner has
+/// truncated the file. Linux allows a process 65,530 mappings (`vm.max_map_count`).
+const MAX_MAPPED: usize = 8192;
+
 /// Maximum size of a region for launches by kernels, in bytes. CUDA's has one page.
 const MAX_LAUNCH_REGION: u64 = 64 * KIB;
 
@@ -43,6 +47,8 @@ pub struct Import {
     pub mapping: Arc<Mapping>,
     /// Offset in the file.
     offset: u64,
+    /// The next worker can have it: the anchor keeps a limited number of descriptors.
+    is_kept: bool,
 }
 
 /// Video memory of a program's own.
@@ -115,7 +121,8 @@ impl Memory {
             let mapping = Mapping::of_guest(&MemoryFile::new(file.as_fd())?, *offset, *len, true);
             foreign_fds::close(file);
             let object = device.adopt_object(*object);
-            imports.insert(*id, Import { object, mapping: mapping?, offset: *offset });
+            let (mapping, offset) = (mapping?, *offset);
+            imports.insert(*id, Import { object, mapping, offset, is_kept: true });
         }
         let mut allocations = BTreeMap::new();
         for AllocationState { id, object, len } in &programs.allocations {
@@ -161,7 +168,7 @@ impl Memory {
     /// `None` if there is too much to be recorded.
     pub fn state(&self, programs: &mut ProgramsState) -> Option<MemoryState> {
         let mappings: usize = self.spaces.values().map(GpuMappings::count).sum();
-        if self.imports.len() > MAX_IMPORTS || mappings > MAX_MAPPINGS {
+        if self.imports.values().any(|import| !import.is_kept) || mappings > MAX_MAPPINGS {
             return None;
         }
         let allocations = self.allocations.iter().map(|(id, one)| AllocationState {
@@ -210,13 +217,19 @@ impl Memory {
         if total.is_none_or(|total| total > self.max_import_bytes) {
             return Err(GpuError::Limit("bytes of guest memory"));
         }
+        if self.imports.len() >= MAX_MAPPED {
+            return Err(GpuError::Limit("imports of guest memory"));
+        }
         let file = MemoryFile::new(ram.fd)?;
         let mapping = Mapping::of_guest(&file, ram.offset, ram.len, true)?;
         let object = self.device.register(&mapping)?;
         let id = self.new_id()?;
-        self.device.to_keep.keep_copy(descriptors::import(id), ram.fd)?;
+        let is_kept = self.imports.values().filter(|import| import.is_kept).count() < MAX_IMPORTS;
+        if is_kept {
+            self.device.to_keep.keep_copy(descriptors::import(id), ram.fd)?;
+        }
         self.imported_bytes += ram.len;
-        self.imports.insert(id, Import { object, mapping, offset: ram.offset });
+        self.imports.insert(id, Import { object, mapping, offset: ram.offset, is_kept });
         Ok(id)
     }
 
