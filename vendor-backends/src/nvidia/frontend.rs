@@ -15,10 +15,12 @@
 //! Reading order:
 //!
 //! 1. `call`: one ioctl, what it reads and what it changes
-//! 2. `files`, `objects`, `memory`, `video_memory`: the state
+//! 2. `files`, `objects`, `memory`: the state
+//!    * `extents`, `video_memory`: parts of a memory, and of the vGPU's
+//!    * `descriptors`: how many files a process may have
 //! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
 //!    * `sharing`, `share_policy`: memory of other processes; `managed`: memory that CUDA manages
-//!    * `file_memory`: memory in files
+//!    * `file_memory`: memory that programs have registered
 //! 4. [`identity`], [`Recorded`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `faults`: what programs learn of their channels' errors
 //! 6. `processes`, `status_page`: what `nvidia-smi` shows
@@ -29,7 +31,9 @@
 mod alloc;
 mod call;
 mod control;
+mod descriptors;
 mod escapes;
+mod extents;
 mod faults;
 mod file_memory;
 mod files;
@@ -62,15 +66,17 @@ use nvidia_rm::numbers::status;
 use nvidia_rm::recording::Recorded;
 use nvidia_rm::version::Layout;
 use programs::front_end::{
-    Changes, Damaged, FrontEnd, FrontEndSpec, GuestOutcome, Mapped, NewFiles, Opener, Outcome,
-    StoreId,
+    Changes, Damaged, FrontEnd, FrontEndSpec, GuestOutcome, Mapped, MemoryFileId, NewFiles, Opener,
+    Outcome,
 };
 use programs::guest_memory::{FreedPages, GivenMemory};
 
 use self::alloc::DOORBELL_BYTES;
 use self::call::{Call, ProgramMemory, Stop};
+use self::descriptors::Full;
 use self::files::Files;
 use self::identity::Identity;
+use self::memory::files::Owner;
 use self::memory::{Mappable, Memories};
 use self::objects::{Clients, Kind, Object};
 use self::refusals::Refusals;
@@ -98,6 +104,8 @@ pub struct NvidiaFrontEnd {
     refusals: Refusals,
     utilization: Utilization,
     last_group: u32,
+    /// Limit of the descriptors of programs of the host.
+    max_descriptors: usize,
 }
 
 /// Creates the device files of a vGPU.
@@ -109,7 +117,8 @@ pub fn create(spec: &FrontEndSpec) -> Result<Box<dyn FrontEnd>, BoxError> {
     let identity = Identity::of(spec);
     let layout = Layout::of_programs(&identity.driver)?;
     let queries = Recorded::hopper()?;
-    Ok(Box::new(NvidiaFrontEnd::new(identity, layout, queries, spec.max_system_bytes)))
+    let limits = (spec.max_system_bytes, spec.max_descriptors);
+    Ok(Box::new(NvidiaFrontEnd::new(identity, layout, queries, limits)))
 }
 
 impl FrontEnd for NvidiaFrontEnd {
@@ -125,7 +134,13 @@ impl FrontEnd for NvidiaFrontEnd {
     fn open(&mut self, file: FileId, node: Node, opener: Opener) -> Result<(), Errno> {
         match node {
             Node::Gpu(minor) if minor != Identity::MINOR => Err(Errno::ENXIO),
-            _ => self.files.open(file, node, opener),
+            _ => {
+                self.check_descriptor(opener.process).map_err(|full| match full {
+                    Full::Process => Errno::EMFILE,
+                    Full::All => Errno::ENFILE,
+                })?;
+                self.files.open(file, node, opener)
+            }
         }
     }
 
@@ -192,7 +207,7 @@ impl FrontEnd for NvidiaFrontEnd {
     fn map(&mut self, request: &MapRequest) -> Result<Mapped, Errno> {
         let file = self.files.get(request.file).map_err(|_| Errno::EBADF)?;
         let is_uvm = file.node == Node::Uvm;
-        let store = if is_uvm { self.pool(file, request) } else { file.mapped };
+        let store = if is_uvm { self.pool(file, request)? } else { file.mapped };
         if is_uvm && store.is_none() {
             self.note_empty_range(request);
         }
@@ -249,8 +264,8 @@ impl FrontEnd for NvidiaFrontEnd {
         self.whole_state().encode()
     }
 
-    fn file(&self, store: StoreId) -> Option<BorrowedFd<'_>> {
-        self.memories.file(store)
+    fn memory_file(&self, id: MemoryFileId) -> Option<BorrowedFd<'_>> {
+        self.memories.file(id)
     }
 
     fn guest_pages(&self) -> Vec<(u64, usize)> {
@@ -261,7 +276,7 @@ impl FrontEnd for NvidiaFrontEnd {
         &mut self,
         changes: &[Vec<u8>],
         freed: &FreedPages,
-        take_file: &mut dyn FnMut(StoreId) -> Option<OwnedFd>,
+        take_file: &mut dyn FnMut(MemoryFileId) -> Option<OwnedFd>,
     ) -> Result<(), Damaged> {
         self.adopt_state(journal::State::follow(changes)?, freed, take_file)
     }
@@ -269,12 +284,12 @@ impl FrontEnd for NvidiaFrontEnd {
 
 impl NvidiaFrontEnd {
     /// Creates the device files of a vGPU whose programs may have `max_system_bytes` of system
-    /// memory.
+    /// memory and, on the host, `max_descriptors` files and files with memory.
     pub fn new(
         identity: Identity,
         layout: Layout,
         queries: Recorded,
-        max_system_bytes: u64,
+        (max_system_bytes, max_descriptors): (u64, usize),
     ) -> Self {
         let memories = Memories::new(identity.vram_bytes, max_system_bytes);
         Self {
@@ -288,7 +303,27 @@ impl NvidiaFrontEnd {
             refusals: Refusals::default(),
             utilization: Utilization::default(),
             last_group: 0,
+            max_descriptors,
         }
+    }
+
+    /// Checks that a process may have another open file, or file with memory.
+    fn check_descriptor(&self, process: i32) -> Result<(), Full> {
+        if self.memories.are_of_guest() {
+            return Ok(());
+        }
+        let files = self.files.open.values().map(|file| file.opener.process);
+        let holders = files.chain(self.memories.file_processes());
+        descriptors::check(self.max_descriptors, process, holders)
+    }
+
+    /// Returns the owner of memory that is made with a file: the control file to which it belongs,
+    /// or the file of nvidia-uvm.
+    fn owner(&self, file: FileId) -> Result<Owner, Stop> {
+        let file = self.files.control_of(file)?;
+        let process = self.files.get(file)?.opener.process;
+        let may_add = self.check_descriptor(process).is_ok();
+        Ok(Owner { file, process, may_add })
     }
 
     /// Carries out an ioctl. Returns its `errno`, or 0.

@@ -4,6 +4,7 @@
 
 mod channels;
 mod copies;
+mod descriptors;
 mod faults;
 mod program;
 mod recording;

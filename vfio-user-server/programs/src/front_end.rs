@@ -26,6 +26,8 @@ pub struct FrontEndSpec {
     pub vram_bytes: u64,
     /// System memory that programs may have for the GPU, in bytes.
     pub max_system_bytes: u64,
+    /// Limit of the descriptors of programs of the host: open files, and files with memory.
+    pub max_descriptors: usize,
 }
 
 /// Process that opened a device node, of the host or of the VM.
@@ -129,14 +131,14 @@ pub trait FrontEnd: fmt::Debug + Send {
     /// Returns all of the state, as changes of a new front end.
     fn all(&self) -> Changes;
 
-    /// Returns the file of a store in system memory.
-    fn file(&self, store: StoreId) -> Option<BorrowedFd<'_>>;
+    /// Returns a file with system memory.
+    fn memory_file(&self, id: MemoryFileId) -> Option<BorrowedFd<'_>>;
 
     /// Returns ids and numbers of ranges of a VM's pages that are in use.
     fn guest_pages(&self) -> Vec<(u64, usize)>;
 
     /// Adopts the programs of another process, from the changes in its journal, in order. Nothing
-    /// may have used this front end. `take_file` returns the files of stores in system memory.
+    /// may have used this front end. `take_file` returns the files with system memory.
     /// Makes no request to the GPU.
     ///
     /// A compromised worker may have written the changes. They can harm that vGPU only.
@@ -148,7 +150,7 @@ pub trait FrontEnd: fmt::Debug + Send {
         &mut self,
         changes: &[Vec<u8>],
         freed: &FreedPages,
-        take_file: &mut dyn FnMut(StoreId) -> Option<OwnedFd>,
+        take_file: &mut dyn FnMut(MemoryFileId) -> Option<OwnedFd>,
     ) -> Result<(), Damaged>;
 }
 
@@ -183,19 +185,19 @@ pub enum Mapped {
     Guest(u64),
 }
 
-/// Number of the bytes of memory objects, which several objects may share.
+/// Number of a file with system memory, which several memory objects may share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct StoreId(pub u32);
+pub struct MemoryFileId(pub u32);
 
 /// Maker of files for new system memory.
 pub trait NewFiles: fmt::Debug + Send {
-    /// Returns a file of `len` bytes of zeros for a store. A process that repeats another's request
-    /// must get the same file, which the GPU may have.
+    /// Returns a file of `len` bytes of zeros with a number. A process that repeats another's
+    /// request must get the same file, which the GPU may have.
     ///
     /// # Errors
     ///
     /// Fails if there is no memory or descriptor.
-    fn create(&mut self, store: StoreId, len: u64) -> io::Result<OwnedFd>;
+    fn create(&mut self, id: MemoryFileId, len: u64) -> io::Result<OwnedFd>;
 }
 
 /// Changes of a front end, for a journal.
@@ -203,8 +205,8 @@ pub trait NewFiles: fmt::Debug + Send {
 pub struct Changes {
     /// The changes, in the front end's own form.
     pub bytes: Vec<u8>,
-    /// Stores whose [files](FrontEnd::file) may be new or gone.
-    pub stores: Vec<StoreId>,
+    /// [Files with memory](FrontEnd::memory_file) that may be new or gone.
+    pub files: Vec<MemoryFileId>,
 }
 
 /// A recorded state contradicts itself, or is beyond a limit.

@@ -13,11 +13,11 @@ use nvidia_rm::classes::{self, Class};
 use nvidia_rm::generation::{CLASS_LIST, CLASS_LIST_BYTES, Generation, HOPPER};
 use nvidia_rm::numbers::{class, engine, event, flag, status};
 use nvidia_rm::table::{Row, find, label};
-use programs::front_end::StoreId;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::NvidiaFrontEnd;
 use super::call::{Call, Stop};
+use super::memory::StoreId;
 use super::objects::{EventSource, Kind, Object};
 
 /// Length of the doorbell page, in bytes.
@@ -148,7 +148,8 @@ impl NvidiaFrontEnd {
         } else {
             let cached = params.attr2 & attr::CACHED_2 != 0;
             let memory = call.new_memory(params.size)?;
-            let (store, len) = self.memories.allocate_system(params.size, memory, cached)?;
+            let owner = self.owner(new.file)?;
+            let (store, len) = self.memories.allocate_system(owner, params.size, memory, cached)?;
             // Location and coherency stay as asked, of contiguous 4 KiB pages.
             params.attr =
                 params.attr & !attr::PAGE_SIZE_MASK & !attr::ALLOW_CONTIGUOUS | attr::PAGE_SIZE_4K;
@@ -319,7 +320,7 @@ impl NvidiaFrontEnd {
         let len = len.filter(|len| is_aligned(address | len, PAGE_SIZE) && *len > 0);
         let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
         let memory = call.share(Range { address, len })?;
-        let store = self.memories.add(memory, len)?;
+        let store = self.memories.add(self.owner(control)?, memory, len)?;
         let kind = Kind::Memory(store);
         self.clients.insert(root, handle, Object { parent, class: class::OS_DESCRIPTOR, kind });
         Ok(())

@@ -1,6 +1,6 @@
 //! An ioctl in progress: its argument, the program's memory, and what it changes.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use cuda_socket::{Block, Done, Fetch, FileId, IoctlRequest, Place, Range, SharedRange};
 use mdev_core::gpu::GpuError;
@@ -213,9 +213,12 @@ impl<'a> Call<'a> {
         match &mut self.memory {
             ProgramMemory::Host(file) if !self.request.shared.is_empty() => {
                 let parts = parts_of(range, &self.request.shared);
-                let file = parts.and_then(|parts| Some((file.take()?, parts)));
-                let memory = file.and_then(|(file, parts)| FileMemory::of_program(file, parts));
-                memory.map(SystemMemory::File).ok_or(Stop::Status(status::INVALID_ADDRESS))
+                let memory = parts.and_then(|parts| {
+                    let file = file.take()?;
+                    let memory = FileMemory::of_program(file.as_fd(), parts)?;
+                    Some(SystemMemory::Registered(file, memory))
+                });
+                memory.ok_or(Stop::Status(status::INVALID_ADDRESS))
             }
             _ => Err(Stop::Fetch(Fetch { share: vec![range], ..Default::default() })),
         }

@@ -85,7 +85,11 @@ impl NvidiaFrontEnd {
         }
         if self.memories.must_become_mappable(store)? {
             let memory = call.new_memory(self.memories.len(store)?)?;
-            self.memories.make_mappable(store, memory)?;
+            self.memories.make_mappable(self.owner(file)?, store, memory)?;
+        }
+        // Another program's mapping would show all of the owner's memory in the file.
+        if !self.memories.may_map(store, |owner| owner == file)? {
+            return Err(Stop::Status(status::INSUFFICIENT_PERMISSIONS));
         }
         self.files.get_mut(target)?.mapped = Some(store);
         argument.flags |= map_flag::DEFAULT_CACHING;

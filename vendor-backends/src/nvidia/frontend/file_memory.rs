@@ -1,10 +1,10 @@
-//! System memory in a file that programs map, in one part or in several.
+//! Memory that a program has registered: parts of a file of the program.
 //!
 //! A program's own pages are in several parts where the program had some of them shared before,
 //! such as those of an earlier registration.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
 use mdev_core::gpu::{Backing, Client, GpuError, GuestRam};
 use mdev_core::ids::MemoryId;
@@ -16,10 +16,9 @@ use serde::{Deserialize, Serialize};
 /// Maximum number of parts. Each needs an import.
 const MAX_PARTS: usize = 256;
 
-/// Memory in a file.
+/// Parts of a file, in the order of the memory. The caller has the file.
 #[derive(Debug)]
 pub struct FileMemory {
-    file: OwnedFd,
     parts: Vec<Part>,
 }
 
@@ -40,16 +39,14 @@ struct Part {
 pub struct FilePart(u64, u64, Option<MemoryId>);
 
 impl FileMemory {
-    /// Returns `len` bytes from the start of a file of the worker.
-    pub fn own(file: OwnedFd, len: u64) -> Self {
-        Self { file, parts: vec![Part { at: 0, start: 0, len, import: None }] }
-    }
-
     /// Returns parts of a program's file: offsets and lengths, in order. `None` if the file is no
     /// memory file, or if a part is not in it.
-    pub fn of_program(file: OwnedFd, ranges: impl IntoIterator<Item = (u64, u64)>) -> Option<Self> {
+    pub fn of_program(
+        file: BorrowedFd<'_>,
+        ranges: impl IntoIterator<Item = (u64, u64)>,
+    ) -> Option<Self> {
         // Only memory: another file could make this process wait.
-        let size = MemoryFile::new(file.as_fd()).and_then(|memory| memory.len()).ok()?;
+        let size = MemoryFile::new(file).and_then(|memory| memory.len()).ok()?;
         let (mut parts, mut at) = (Vec::<Part>::new(), 0_u64);
         for (start, len) in ranges {
             let end = start.checked_add(len)?;
@@ -64,17 +61,17 @@ impl FileMemory {
             }
             at = at.checked_add(len)?;
         }
-        Some(Self { file, parts })
+        Some(Self { parts })
     }
 
-    /// Returns the parts, for [`Self::resume`].
+    /// Returns the parts, for [`Self::adopt`].
     pub fn parts(&self) -> Vec<FilePart> {
         let parts = self.parts.iter();
         parts.map(|Part { start, len, import, .. }| FilePart(*start, *len, *import)).collect()
     }
 
     /// Adopts the memory of another process. `None` if it cannot be.
-    pub fn adopt(file: OwnedFd, parts: &[FilePart]) -> Option<Self> {
+    pub fn adopt(file: BorrowedFd<'_>, parts: &[FilePart]) -> Option<Self> {
         let mut memory = Self::of_program(file, parts.iter().map(|part| (part.0, part.1)))?;
         // Neighbours were joined then.
         if memory.parts.len() != parts.len() {
@@ -86,24 +83,19 @@ impl FileMemory {
         Some(memory)
     }
 
-    /// Returns the file.
-    pub fn file(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
-    }
-
     /// Returns the length in bytes.
     pub fn bytes(&self) -> u64 {
         self.parts.last().map_or(0, |part| part.at + part.len)
     }
 
-    /// Returns a copy of the file's descriptor and the offset, if the memory is in one part.
-    pub fn mappable(&self) -> io::Result<Option<(OwnedFd, u64)>> {
-        let [part] = self.parts.as_slice() else { return Ok(None) };
-        Ok(Some((self.file.try_clone()?, part.start)))
+    /// Returns the offset in the file, if the memory is in one part.
+    pub fn start(&self) -> Option<u64> {
+        let [part] = self.parts.as_slice() else { return None };
+        Some(part.start)
     }
 
     /// Writes bytes, up to the end of the memory.
-    pub fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    pub fn write(&self, file: BorrowedFd<'_>, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let (mut from, mut rest) = (offset, bytes);
         for part in &self.parts {
             let Some(skip) = from.checked_sub(part.at).filter(|skip| *skip < part.len) else {
@@ -112,7 +104,7 @@ impl FileMemory {
             let count = (part.len - skip).min(rest.len() as u64);
             let (now, later) = rest.split_at(count as usize);
             let target = i64::try_from(part.start + skip).unwrap_or(i64::MAX);
-            let written = pwrite(&self.file, now, target)?;
+            let written = pwrite(file, now, target)?;
             if written < now.len() {
                 return Err(io::ErrorKind::WriteZero.into());
             }
@@ -124,6 +116,7 @@ impl FileMemory {
     /// Returns where `len` bytes are for the GPU, in pieces.
     pub fn import(
         &mut self,
+        file: BorrowedFd<'_>,
         gpu: &mut dyn Client,
         offset: u64,
         len: u64,
@@ -139,8 +132,8 @@ impl FileMemory {
             let memory = if let Some(memory) = part.import {
                 memory
             } else {
-                let (fd, offset) = (self.file.as_fd(), part.start);
-                let ram = GuestRam { fd, offset, len: part.len, writable: true };
+                let (offset, len) = (part.start, part.len);
+                let ram = GuestRam { fd: file, offset, len, writable: true };
                 *part.import.insert(gpu.import(ram)?)
             };
             let piece = (part.len - skip).min(missing);
@@ -158,6 +151,8 @@ impl FileMemory {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use ipc::mem::SharedMemory;
     use proptest::prelude::*;
 
@@ -167,8 +162,8 @@ mod tests {
 
     #[test]
     fn parts_that_are_not_in_the_file_are_refused() {
-        let file = || SharedMemory::new(c"test", PAGES * PAGE_SIZE).unwrap().fd;
-        let parts = |ranges: &[(u64, u64)]| FileMemory::of_program(file(), ranges.to_vec());
+        let file = SharedMemory::new(c"test", PAGES * PAGE_SIZE).unwrap().fd;
+        let parts = |ranges: &[(u64, u64)]| FileMemory::of_program(file.as_fd(), ranges.to_vec());
         let page = PAGE_SIZE;
         assert_eq!(parts(&[(0, page), (page, page)]).unwrap().parts.len(), 1, "neighbours");
         assert_eq!(parts(&[(page, page), (0, page)]).unwrap().parts.len(), 2);
@@ -192,10 +187,10 @@ mod tests {
             pages.retain(|page| seen.insert(*page));
             let file = SharedMemory::new(c"test", PAGES * PAGE_SIZE).unwrap();
             let ranges = pages.iter().map(|page| (page * PAGE_SIZE, PAGE_SIZE));
-            let memory = FileMemory::of_program(file.fd, ranges).unwrap();
+            let memory = FileMemory::of_program(file.fd.as_fd(), ranges).unwrap();
             prop_assert_eq!(memory.bytes(), pages.len() as u64 * PAGE_SIZE);
             let bytes: Vec<u8> = (0..len).map(|n| (n % 251) as u8 + 1).collect();
-            memory.write(from, &bytes).unwrap();
+            memory.write(file.fd.as_fd(), from, &bytes).unwrap();
             for (index, page) in pages.iter().enumerate() {
                 let mut found = vec![0; PAGE_SIZE as usize];
                 file.mapping.read(page * PAGE_SIZE, &mut found).unwrap();

@@ -6,10 +6,11 @@ use cuda_socket::{FileId, Node};
 use mdev_core::ids::SpaceId;
 use nix::errno::Errno;
 use programs::change_map::ChangeMap;
-use programs::front_end::{Opener, StoreId};
+use programs::front_end::Opener;
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
+use super::memory::StoreId;
 
 /// Maximum number of open files. A context has some 40.
 pub const MAX_FILES: usize = 4096;

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 
 use cuda_socket::FileId;
 use programs::change_map::{ChangeMap, Changed, apply};
-use programs::front_end::{Changes, Damaged, StoreId};
+use programs::front_end::{Changes, Damaged, MemoryFileId};
 use programs::guest_memory::FreedPages;
 use serde::{Deserialize, Serialize};
 
@@ -39,9 +39,9 @@ pub(super) struct StateChanges {
 impl StateChanges {
     /// Returns the changes in the form in which a journal has them.
     pub(super) fn encode(&self) -> Changes {
-        let stores = self.memory.stores().collect();
+        let files = self.memory.files().collect();
         // Writing to memory cannot fail.
-        Changes { bytes: postcard::to_stdvec(self).unwrap_or_default(), stores }
+        Changes { bytes: postcard::to_stdvec(self).unwrap_or_default(), files }
     }
 }
 
@@ -150,7 +150,7 @@ impl NvidiaFrontEnd {
         &mut self,
         state: State,
         freed: &FreedPages,
-        take_file: &mut dyn FnMut(StoreId) -> Option<OwnedFd>,
+        take_file: &mut dyn FnMut(MemoryFileId) -> Option<OwnedFd>,
     ) -> Result<(), Damaged> {
         if !state.is_valid() {
             return Err(Damaged("its files and objects do not belong together"));

@@ -3,31 +3,38 @@
 //! A store is referred to by its memory object and by its mappings. It lives until all are gone, as
 //! with nvidia-uvm, which keeps memory of its mappings after the object was freed.
 //!
+//! * `system`: system memory, which programs map
+//! * [`files`]: files with system memory, and arenas in them
 //! * `mappings`: mappings for the GPU
 //! * `journal`: state in a journal
 
+pub mod files;
 pub mod journal;
 mod mappings;
+mod system;
 
-use std::os::fd::OwnedFd;
-
-use ipc::mem::sealed_memfd;
-use mdev_core::gpu::{Backing, Client, GpuError};
+use mdev_core::gpu::{Backing, Client, GpuCapabilities, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId};
 use mdev_core::mem::SharedGuestMemory;
-use mdev_core::units::PAGE_SIZE;
 use nvidia_rm::numbers::status;
 use programs::change_map::ChangeMap;
-use programs::front_end::{NewFiles, StoreId};
+use programs::front_end::{MemoryFileId, NewFiles};
 use programs::guest_memory::GuestPages;
 use serde::{Deserialize, Serialize};
 
+use self::files::{ArenaPlace, Files};
+pub use self::system::{Mappable, SystemMemory};
 use super::call::Stop;
+use super::extents::{Extent, Extents};
 use super::file_memory::FileMemory;
-use super::video_memory::{self, Extent, GRANULE, VideoMemory};
+use super::video_memory::{self, GRANULE};
 
 /// Maximum number of stores and of mappings, each.
 const MAX_STORES: usize = 65_536;
+
+/// Number of the bytes of memory objects, which several objects may share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct StoreId(u32);
 
 /// Where the bytes of a memory object are.
 #[derive(Debug)]
@@ -42,44 +49,16 @@ pub enum Place {
     Partition(Vec<Extent>),
     /// Video memory that the GPU's driver has allocated. No program can map it.
     Allocated(MemoryId),
-    /// A file that programs map.
-    System(FileMemory),
+    /// A place in a file of the worker's, which programs map.
+    Arena(ArenaPlace),
+    /// Parts of a program's file.
+    Registered(MemoryFileId, FileMemory),
     /// Pages of a VM.
     Guest(GuestPages),
     /// The doorbell page.
     Doorbell,
     /// A region for launches by kernels, which belongs to its mapping.
     LaunchRegion,
-}
-
-/// System memory for a new store.
-#[derive(Debug)]
-pub enum SystemMemory {
-    /// A file that the worker creates.
-    New,
-    /// Memory of the program.
-    File(FileMemory),
-    /// Pages of a VM.
-    Guest(GuestPages),
-}
-
-/// Memory that a program can map.
-#[derive(Debug)]
-pub enum Mappable {
-    /// A file, from an offset in bytes.
-    File(OwnedFd, u64),
-    /// Pages of a VM, by their id.
-    Guest(u64),
-}
-
-impl Mappable {
-    /// Returns the offset in the memory's file or pages, in bytes.
-    pub const fn offset(&self) -> u64 {
-        match self {
-            Self::File(_, offset) => *offset,
-            Self::Guest(_) => 0,
-        }
-    }
 }
 
 /// Bytes of a memory object.
@@ -102,18 +81,18 @@ pub struct Mapped {
 /// Stores and mappings of a vGPU.
 #[derive(Debug)]
 pub struct Memories {
-    partition: VideoMemory,
+    partition: Extents,
     /// Video memory of all stores, in bytes.
     used_video: u64,
-    system_bytes: u64,
+    /// Memory that programs have registered, and pages of a VM, in bytes.
+    given_bytes: u64,
     max_system_bytes: u64,
+    files: Files,
     stores: ChangeMap<StoreId, Store>,
     last_store: u32,
     mappings: ChangeMap<(SpaceId, u64), Mapped>,
     /// Memory of the VM.
     guest: Option<SharedGuestMemory>,
-    /// Maker of files, if they are not this process' own.
-    files: Option<Box<dyn NewFiles>>,
 }
 
 impl Memories {
@@ -121,26 +100,36 @@ impl Memories {
     /// `max_system_bytes` of system memory.
     pub fn new(vram_bytes: u64, max_system_bytes: u64) -> Self {
         Self {
-            partition: VideoMemory::new(vram_bytes),
+            partition: Extents::new(vram_bytes, GRANULE),
             used_video: 0,
-            system_bytes: 0,
+            given_bytes: 0,
             max_system_bytes,
+            files: Files::default(),
             stores: ChangeMap::default(),
             last_store: 0,
             mappings: ChangeMap::default(),
             guest: None,
-            files: None,
         }
     }
 
     /// Sets the maker of files.
     pub fn set_files(&mut self, files: Box<dyn NewFiles>) {
-        self.files = Some(files);
+        self.files.set_maker(files);
     }
 
     /// Sets the memory of the VM whose programs use the vGPU.
     pub fn set_guest(&mut self, memory: SharedGuestMemory) {
         self.guest = Some(memory);
+    }
+
+    /// Returns whether the programs are those of a VM.
+    pub fn are_of_guest(&self) -> bool {
+        self.guest.is_some()
+    }
+
+    /// Returns the processes of the files with system memory, one for each.
+    pub fn file_processes(&self) -> impl Iterator<Item = i32> {
+        self.files.processes()
     }
 
     /// Returns the size of video memory, in bytes.
@@ -183,73 +172,6 @@ impl Memories {
         Ok((self.insert(len, Place::Reserved { align }), len))
     }
 
-    fn charge_system(&mut self, len: u64) -> Result<(), Stop> {
-        let total = self.system_bytes.checked_add(len).filter(|all| *all <= self.max_system_bytes);
-        self.system_bytes = total.ok_or(Stop::Status(status::NO_MEMORY))?;
-        Ok(())
-    }
-
-    fn new_file(&mut self, store: StoreId, len: u64) -> Result<OwnedFd, Stop> {
-        self.charge_system(len)?;
-        let file = match &mut self.files {
-            Some(files) => files.create(store, len),
-            None => sealed_memfd(c"cuda", len),
-        };
-        file.map_err(|error| {
-            self.system_bytes -= len;
-            Stop::from(GpuError::from(error))
-        })
-    }
-
-    /// Allocates system memory, which the GPU may keep in its own cache. Returns the store and its
-    /// length, which is rounded up to pages.
-    pub fn allocate_system(
-        &mut self,
-        len: u64,
-        memory: SystemMemory,
-        gpu_caches: bool,
-    ) -> Result<(StoreId, u64), Stop> {
-        let len = len.checked_next_multiple_of(PAGE_SIZE).filter(|len| *len > 0);
-        let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        let id = self.add(memory, len)?;
-        if let Some(store) = self.stores.get_mut(&id) {
-            store.gpu_caches = gpu_caches;
-        }
-        Ok((id, len))
-    }
-
-    /// Adds `len` bytes of system memory, such as a program's.
-    pub fn add(&mut self, memory: SystemMemory, len: u64) -> Result<StoreId, Stop> {
-        self.check_room()?;
-        let place = self.system_place(self.next_store(), memory, len)?;
-        Ok(self.insert(len, place))
-    }
-
-    /// Returns system memory for a store, and charges it.
-    fn system_place(
-        &mut self,
-        store: StoreId,
-        memory: SystemMemory,
-        len: u64,
-    ) -> Result<Place, Stop> {
-        match memory {
-            SystemMemory::New => {
-                Ok(Place::System(FileMemory::own(self.new_file(store, len)?, len)))
-            }
-            SystemMemory::File(memory) if memory.bytes() == len => {
-                self.charge_system(len)?;
-                Ok(Place::System(memory))
-            }
-            SystemMemory::Guest(pages) if pages.bytes() == len => {
-                self.charge_system(len)?;
-                Ok(Place::Guest(pages))
-            }
-            SystemMemory::File(_) | SystemMemory::Guest(_) => {
-                Err(Stop::Status(status::INVALID_ARGUMENT))
-            }
-        }
-    }
-
     /// Adds the doorbell page.
     pub fn doorbell(&mut self, len: u64) -> Result<StoreId, Stop> {
         self.check_room()?;
@@ -268,7 +190,10 @@ impl Memories {
     /// Returns the bytes of video memory of a store.
     pub fn video_len(&self, id: StoreId) -> u64 {
         match self.store(id) {
-            Ok(Store { place: Place::System(_) | Place::Guest(_) | Place::Doorbell, .. })
+            Ok(Store {
+                place: Place::Arena(_) | Place::Registered(..) | Place::Guest(_) | Place::Doorbell,
+                ..
+            })
             | Err(_) => 0,
             Ok(store) => store.len,
         }
@@ -283,23 +208,14 @@ impl Memories {
     /// memory already.
     pub fn must_become_mappable(&self, id: StoreId) -> Result<bool, Stop> {
         match self.store(id)?.place {
-            Place::System(_) | Place::Guest(_) | Place::Doorbell => Ok(false),
+            Place::Arena(_) | Place::Registered(..) | Place::Guest(_) | Place::Doorbell => {
+                Ok(false)
+            }
             Place::Partition(_) | Place::Allocated(_) | Place::LaunchRegion => {
                 Err(Stop::Status(status::NOT_SUPPORTED))
             }
             Place::Reserved { .. } => Ok(true),
         }
-    }
-
-    /// Makes video memory that a program is going to map system memory.
-    pub fn make_mappable(&mut self, id: StoreId, memory: SystemMemory) -> Result<(), Stop> {
-        let len = self.len(id)?;
-        let place = self.system_place(id, memory, len)?;
-        if let Some(store) = self.stores.get_mut(&id) {
-            store.place = place;
-            self.used_video -= len;
-        }
-        Ok(())
     }
 
     /// Gives video memory to a store that has none yet: of the driver, or a part of the partition.
@@ -348,34 +264,6 @@ impl Memories {
         Ok(extents)
     }
 
-    /// Returns the memory of a store that programs can map.
-    pub fn mappable(&self, id: StoreId) -> Result<Option<Mappable>, Stop> {
-        match &self.store(id)?.place {
-            Place::System(memory) => {
-                let found = memory.mappable().map_err(GpuError::from)?;
-                Ok(found.map(|(file, start)| Mappable::File(file, start)))
-            }
-            Place::Guest(pages) => Ok(Some(Mappable::Guest(pages.id()))),
-            _ => Ok(None),
-        }
-    }
-
-    /// Writes to a store in system memory.
-    pub fn write(&self, id: StoreId, offset: u64, bytes: &[u8]) {
-        let Ok(Store { place, len, .. }) = self.store(id) else { return };
-        if offset.checked_add(bytes.len() as u64).is_none_or(|end| end > *len) {
-            return;
-        }
-        let written = match (place, &self.guest) {
-            (Place::System(memory), _) => memory.write(offset, bytes),
-            (Place::Guest(pages), Some(memory)) => pages.write(&mut memory.lock(), offset, bytes),
-            _ => Ok(()),
-        };
-        if let Err(error) = written {
-            log::debug!("Cannot write to memory of a program: {error}");
-        }
-    }
-
     /// Returns where `len` bytes of a store are for the GPU, in pieces.
     pub fn backing(
         &mut self,
@@ -387,7 +275,7 @@ impl Memories {
         self.place_video(gpu, id)?;
         // Of a file, parts that the GPU has not used yet are imported.
         let store = match self.store(id)?.place {
-            Place::System(_) => self.stores.get_mut(&id),
+            Place::Registered(..) => self.stores.get_mut(&id),
             _ => self.stores.get_mut_unnoted(&id),
         };
         let store = store.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
@@ -395,7 +283,14 @@ impl Memories {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         match &mut store.place {
-            Place::System(memory) => Ok(memory.import(gpu, offset, len)?),
+            Place::Arena(ArenaPlace { file, start }) => {
+                let memory = self.files.import(gpu, *file)?;
+                Ok(vec![(Backing::Guest { memory, offset: *start + offset }, len)])
+            }
+            Place::Registered(file, memory) => {
+                let fd = self.files.fd(*file).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
+                Ok(memory.import(fd, gpu, offset, len)?)
+            }
             Place::Allocated(memory) => {
                 Ok(vec![(Backing::Allocated { memory: *memory, offset }, len)])
             }
@@ -454,12 +349,17 @@ impl Memories {
                 self.used_video -= len;
                 vec![memory]
             }
-            Place::System(memory) => {
-                self.system_bytes -= len;
+            Place::Arena(place) => {
+                let pins = gpu.gpu().capabilities.contains(GpuCapabilities::PINS);
+                self.files.free(place, len, pins).into_iter().collect()
+            }
+            Place::Registered(file, memory) => {
+                self.given_bytes -= len;
+                self.files.release_registered(file);
                 memory.into_imports().collect()
             }
             Place::Guest(_) => {
-                self.system_bytes -= len;
+                self.given_bytes -= len;
                 Vec::new()
             }
             Place::Doorbell | Place::LaunchRegion => Vec::new(),

@@ -7,11 +7,12 @@ use mdev_core::gpu::ChannelHandle;
 use mdev_core::ids::{ChannelId, SpaceId};
 use nvidia_rm::numbers::{class, status};
 use programs::change_map::ChangeMap;
-use programs::front_end::{Opener, StoreId};
+use programs::front_end::Opener;
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
 use super::files::Files;
+use super::memory::StoreId;
 use super::share_policy::{self, Change, DEFAULT, OWN_RIGHTS, Pair, Policy, ShareList, Sharers};
 
 /// First handle of a client. The driver chooses handles of clients from this range.

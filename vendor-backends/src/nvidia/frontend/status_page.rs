@@ -59,7 +59,8 @@ impl NvidiaFrontEnd {
             return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
         }
         let memory = call.new_memory(PAGE_SIZE)?;
-        Ok(Kind::Memory(self.memories.add(memory, PAGE_SIZE)?))
+        let owner = self.owner(call.file())?;
+        Ok(Kind::Memory(self.memories.add(owner, memory, PAGE_SIZE)?))
     }
 
     /// Samples the engine time now and then, while programs look at the state. To be called before

@@ -13,6 +13,9 @@ use programs::front_end::FrontEndSpec;
 use super::NvidiaFrontEnd;
 use super::identity::Identity;
 
+/// Descriptors that programs may have on a vGPU for tests.
+pub const DESCRIPTORS: usize = 4032;
+
 /// Returns what a vGPU for tests says of itself.
 pub fn identity(driver: &str, vram_bytes: u64) -> Identity {
     Identity::of(&FrontEndSpec {
@@ -21,6 +24,7 @@ pub fn identity(driver: &str, vram_bytes: u64) -> Identity {
         driver: Some(driver.into()),
         vram_bytes,
         max_system_bytes: 0,
+        max_descriptors: 0,
     })
 }
 
@@ -28,7 +32,7 @@ pub fn identity(driver: &str, vram_bytes: u64) -> Identity {
 pub fn front_end(identity: Identity, max_system_bytes: u64) -> NvidiaFrontEnd {
     let layout = Layout::of_programs(&identity.driver).unwrap();
     let queries = Recorded::hopper().unwrap();
-    NvidiaFrontEnd::new(identity, layout, queries, max_system_bytes)
+    NvidiaFrontEnd::new(identity, layout, queries, (max_system_bytes, DESCRIPTORS))
 }
 
 /// Returns words as bytes.

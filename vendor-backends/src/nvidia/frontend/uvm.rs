@@ -9,6 +9,7 @@ use cuda_socket::{FileId, MapRequest, Range};
 use mdev_core::gpu::Client;
 use mdev_core::ids::SpaceId;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
+use nix::errno::Errno;
 use nvidia_rm::abi::uvm::{
     CreateRangeGroup, MapExternal, PageableMemAccess, PageableMemAccessOnGpu, RegisterGpu,
     RegisterSpace,
@@ -16,12 +17,12 @@ use nvidia_rm::abi::uvm::{
 use nvidia_rm::numbers::status;
 use nvidia_rm::table::{Form, find};
 use nvidia_rm::uvm::{self, Uvm};
-use programs::front_end::StoreId;
 
 use super::NvidiaFrontEnd;
 use super::call::{Call, Stop};
 use super::files::{File, MAX_RANGES};
-use super::memory::SystemMemory;
+use super::memory::{StoreId, SystemMemory};
+use super::objects::Kind;
 
 impl NvidiaFrontEnd {
     /// Returns the form of the argument of an ioctl.
@@ -68,10 +69,24 @@ impl NvidiaFrontEnd {
 
     /// Returns the memory that a mapping of a file of nvidia-uvm shows: the offset is an address.
     /// An address range without memory is no error for the program.
-    pub(super) fn pool(&self, file: &File, request: &MapRequest) -> Option<StoreId> {
-        let spaces = file.uvm.spaces.iter();
-        let mut stores = spaces.filter_map(|space| self.memories.mapped_at(*space, request.offset));
-        stores.next()
+    pub(super) fn pool(&self, file: &File, request: &MapRequest) -> Result<Option<StoreId>, Errno> {
+        let spaces = &file.uvm.spaces;
+        let mut stores =
+            spaces.iter().filter_map(|space| self.memories.mapped_at(*space, request.offset));
+        let Some(store) = stores.next() else { return Ok(None) };
+        // Memory of another program may be mapped for the GPU there.
+        let has = |owner| {
+            let is_of_file =
+                |kind: &Kind| matches!(kind, Kind::Space(Some(space)) if spaces.contains(space));
+            let mut objects = self.clients.with_files();
+            owner == request.file
+                || objects.any(|(file, object)| file == owner && is_of_file(&object.kind))
+        };
+        match self.memories.may_map(store, has) {
+            Ok(true) => Ok(Some(store)),
+            Ok(false) => Err(Errno::EACCES),
+            Err(_) => Err(Errno::EINVAL),
+        }
     }
 
     fn create_range_group(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
@@ -172,7 +187,7 @@ impl NvidiaFrontEnd {
         let (va, len) = call.range()?;
         let spaces = self.spaces(call)?;
         self.clear(gpu, call)?;
-        let store = self.memories.add(memory, len)?;
+        let store = self.memories.add(self.owner(call.file())?, memory, len)?;
         let mapped =
             spaces.iter().try_for_each(|space| self.memories.map(gpu, (*space, va), store, 0, len));
         let memory = self.memories.mappable(store);
@@ -197,7 +212,7 @@ impl NvidiaFrontEnd {
             if !self.memories.map_launch_region(gpu, (space, va), len)? {
                 // Kernels launch none here, so it is ordinary memory.
                 let memory = call.new_memory(len)?;
-                let store = self.memories.add(memory, len)?;
+                let store = self.memories.add(self.owner(call.file())?, memory, len)?;
                 let mapped = self.memories.map(gpu, (space, va), store, 0, len);
                 self.memories.release(gpu, store);
                 mapped?;

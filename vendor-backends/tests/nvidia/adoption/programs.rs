@@ -12,7 +12,7 @@ use ipc::mem::SharedMemory;
 use mdev_core::units::{KIB, MIB, PAGE_SIZE};
 use nvidia_rm::fake_rm::{self, FakeRm};
 use programs::FrontEnd;
-use programs::front_end::{NewFiles, Opener, Outcome, StoreId};
+use programs::front_end::{MemoryFileId, NewFiles, Opener, Outcome};
 use programs::guest_memory::FreedPages;
 use vendor_backends::nvidia::frontend::NvidiaFrontEnd;
 use vendor_backends::nvidia::frontend::testing::{front_end, identity, memory_params, word, words};
@@ -95,10 +95,10 @@ fn steps() -> Vec<Step> {
 
 /// Files of memory, which outlive workers.
 #[derive(Clone, Debug, Default)]
-struct Files(Arc<Mutex<BTreeMap<StoreId, SharedMemory>>>);
+struct Files(Arc<Mutex<BTreeMap<MemoryFileId, SharedMemory>>>);
 
 impl NewFiles for Files {
-    fn create(&mut self, store: StoreId, len: u64) -> io::Result<OwnedFd> {
+    fn create(&mut self, store: MemoryFileId, len: u64) -> io::Result<OwnedFd> {
         let mut files = self.0.lock().unwrap();
         let file = match files.entry(store) {
             Entry::Occupied(file) => file.into_mut(),

@@ -23,7 +23,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 use programs::FrontEnd;
 use programs::change_map::ChangeMap;
-use programs::front_end::{FrontEndSpec, StoreId};
+use programs::front_end::{FrontEndSpec, MemoryFileId};
 
 use self::adoption::Begun;
 pub use self::throttle::Throttled;
@@ -39,7 +39,7 @@ use crate::worker_protocol::{MAX_PROCESSES, ProgramsStatus};
 use vgpud_api::AttachedClient;
 
 /// Limit of processes on a vGPU.
-const MAX_CONNECTIONS: usize = 64;
+pub const MAX_CONNECTIONS: usize = 64;
 
 /// Process on the vGPU.
 #[derive(Debug)]
@@ -342,12 +342,12 @@ impl ProgramState for Programs {
         let Self { front_end, connections, files, .. } = self;
         let front_end = front_end.take_changes();
         let changed = front_end.is_some() || connections.is_changed() || files.is_changed();
-        let (front_end, stores) = front_end.map(|it| (it.bytes, it.stores)).unzip();
+        let (front_end, memory) = front_end.map(|it| (it.bytes, it.files)).unzip();
         changed.then(|| ProgramChanges {
             connections: connections.take_changes(|connection| connection.greeted),
             files: files.take_changes(|(file, _)| *file),
             front_end,
-            stores: stores.unwrap_or_default(),
+            memory: memory.unwrap_or_default(),
         })
     }
 
@@ -357,11 +357,11 @@ impl ProgramState for Programs {
             connections: self.connections.all(|connection| connection.greeted),
             files: self.files.all(|(file, _)| *file),
             front_end: Some(front_end.bytes),
-            stores: front_end.stores,
+            memory: front_end.files,
         }
     }
 
-    fn file(&self, store: StoreId) -> Option<BorrowedFd<'_>> {
-        self.front_end.file(store)
+    fn memory_file(&self, id: MemoryFileId) -> Option<BorrowedFd<'_>> {
+        self.front_end.memory_file(id)
     }
 }

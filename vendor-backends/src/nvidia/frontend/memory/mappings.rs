@@ -4,9 +4,8 @@ use mdev_core::gpu::{CREATED_VA_END, Client, GpuError, MapRequest};
 use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 use nvidia_rm::numbers::status;
-use programs::front_end::StoreId;
 
-use super::{MAX_STORES, Mapped, Memories, Place, Stop};
+use super::{MAX_STORES, Mapped, Memories, Place, Stop, StoreId};
 
 impl Memories {
     /// Maps `len` bytes of a store for the GPU.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ipc::mem::sealed_memfd;
 use nix::sys::stat::fstat;
-use programs::front_end::{NewFiles, StoreId};
+use programs::front_end::{MemoryFileId, NewFiles};
 
 use super::descriptors::{Anchor, Key, MAX_OF_PROGRAMS};
 
@@ -72,11 +72,11 @@ impl ProgramMemory {
 }
 
 impl NewFiles for ProgramMemory {
-    fn create(&mut self, store: StoreId, len: u64) -> io::Result<OwnedFd> {
+    fn create(&mut self, id: MemoryFileId, len: u64) -> io::Result<OwnedFd> {
         let mut kept = self.lock();
         let has_len = |fd: &OwnedFd| fstat(fd).is_ok_and(|it| it.st_size.cast_unsigned() == len);
-        let key = Key::program_memory(store.0);
-        if let Some(file) = kept.unfinished.remove(&store.0).filter(has_len) {
+        let key = Key::program_memory(id.0);
+        if let Some(file) = kept.unfinished.remove(&id.0).filter(has_len) {
             return Ok(file);
         }
         let file = sealed_memfd(c"cuda", len)?;
@@ -98,8 +98,8 @@ mod tests {
         let inode = |fd: &OwnedFd| fstat(fd).unwrap().st_ino;
         let (anchor, worker) = SeqPacket::pair().unwrap();
         let mut first = ProgramMemory::new(MemoryFiles::new(Anchor::new(worker)));
-        let made = first.create(StoreId(7), 8192).unwrap();
-        let other = first.create(StoreId(8), 8192).unwrap();
+        let made = first.create(MemoryFileId(7), 8192).unwrap();
+        let other = first.create(MemoryFileId(8), 8192).unwrap();
         let mut kept = Descriptors::default();
         let keep_next = |anchor: &SeqPacket, kept: &mut Descriptors| {
             let mut buffer = [0; Message::BYTES];
@@ -114,8 +114,8 @@ mod tests {
         next.keys.extend(programs.keys());
         next.unfinished = programs.memory;
         let mut next = ProgramMemory::new(next);
-        assert_eq!(inode(&next.create(StoreId(7), 8192).unwrap()), inode(&made));
-        let shorter = next.create(StoreId(8), 4096).unwrap();
+        assert_eq!(inode(&next.create(MemoryFileId(7), 8192).unwrap()), inode(&made));
+        let shorter = next.create(MemoryFileId(8), 4096).unwrap();
         assert_ne!(inode(&shorter), inode(&other), "it has another length");
         // Only what is new goes to the anchor.
         let mut kept = Descriptors::default();

@@ -12,7 +12,7 @@ use cuda_socket::FileId;
 use ipc::seqpacket::SeqPacket;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use programs::change_map::{Changed, apply};
-use programs::front_end::StoreId;
+use programs::front_end::MemoryFileId;
 use serde::{Deserialize, Serialize};
 
 use super::descriptors::{Anchor, Key};
@@ -45,9 +45,9 @@ pub struct ProgramChanges {
     /// Changes of the front end, in its own form.
     #[serde(with = "serde_bytes")]
     pub front_end: Option<Vec<u8>>,
-    /// Stores of memory whose files may be new or gone.
+    /// Files with memory that may be new or gone.
     #[serde(skip)]
-    pub stores: Vec<StoreId>,
+    pub memory: Vec<MemoryFileId>,
 }
 
 /// Reply to the last request. It is sent once the request will not be carried out again.
@@ -83,8 +83,8 @@ pub trait ProgramState {
     fn take_changes(&mut self) -> Option<ProgramChanges>;
     /// Returns all of the state.
     fn all(&self) -> ProgramChanges;
-    /// Returns the file of a store in system memory.
-    fn file(&self, store: StoreId) -> Option<BorrowedFd<'_>>;
+    /// Returns a file with system memory.
+    fn memory_file(&self, id: MemoryFileId) -> Option<BorrowedFd<'_>>;
 }
 
 /// State that an earlier worker left.
@@ -226,8 +226,8 @@ impl ProgramsRecorder {
     /// and the descriptors of its reply, are of no use any more.
     pub fn end_attempts(&mut self) {
         let mut kept = self.kept.lock();
-        for store in std::mem::take(&mut kept.unfinished).into_keys() {
-            kept.drop_now(Key::program_memory(store));
+        for file in std::mem::take(&mut kept.unfinished).into_keys() {
+            kept.drop_now(Key::program_memory(file));
         }
         drop(kept);
         self.drop_reply(true);
@@ -333,13 +333,13 @@ impl ProgramsRecorder {
     /// Keeps the files of new memory, and drops those of memory that was freed.
     fn keep_memory(&self, changes: &ProgramChanges, state: &dyn ProgramState) {
         let mut kept = self.kept.lock();
-        for &store in &changes.stores {
-            let key = Key::program_memory(store.0);
-            match state.file(store) {
+        for &id in &changes.memory {
+            let key = Key::program_memory(id.0);
+            match state.memory_file(id) {
                 Some(file) => {
                     // The worker before may have passed it on for the request that this one has
                     // repeated. From now on, a state needs it.
-                    if kept.unfinished.remove(&store.0).is_some() {
+                    if kept.unfinished.remove(&id.0).is_some() {
                         kept.keys.remove(&key);
                     }
                     kept.keep(key, file);

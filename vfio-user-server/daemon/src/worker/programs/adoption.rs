@@ -9,7 +9,7 @@ use cuda_socket::MAX_PACKET;
 use ipc::seqpacket::SeqPacket;
 use mdev_core::ids::Token;
 use programs::change_map::ChangeMap;
-use programs::front_end::StoreId;
+use programs::front_end::MemoryFileId;
 use programs::guest_memory::FreedPages;
 use vgpud_api::AttachedClient;
 
@@ -96,7 +96,7 @@ impl Programs {
         kept: &mut ProgramDescriptors,
         peer: impl Fn(&SeqPacket) -> AttachedClient,
     ) -> Result<()> {
-        let take = &mut |store: StoreId| kept.memory.remove(&store.0);
+        let take = &mut |file: MemoryFileId| kept.memory.remove(&file.0);
         let adopted = self.front_end.adopt(&recorded.front_end, &FreedPages::default(), take);
         adopted.context("The programs cannot continue")?;
         let mut connections = BTreeMap::new();

@@ -27,18 +27,18 @@ impl ProgramState for Connections {
     fn all(&self) -> ProgramChanges {
         let connections = self.all.iter().map(|(source, greeted)| (*source, Some(*greeted)));
         let connections = connections.collect();
-        ProgramChanges { connections, files: Vec::new(), front_end: None, stores: Vec::new() }
+        ProgramChanges { connections, files: Vec::new(), front_end: None, memory: Vec::new() }
     }
 
-    fn file(&self, _store: StoreId) -> Option<BorrowedFd<'_>> {
+    fn memory_file(&self, _id: MemoryFileId) -> Option<BorrowedFd<'_>> {
         None
     }
 }
 
-/// Programs with one store of memory, which has changed.
-struct Store(std::fs::File);
+/// Programs with one file of memory, which has changed.
+struct Memory(std::fs::File);
 
-impl ProgramState for Store {
+impl ProgramState for Memory {
     fn last(&self) -> Source {
         Source(1)
     }
@@ -53,11 +53,11 @@ impl ProgramState for Store {
 
     fn all(&self) -> ProgramChanges {
         let (connections, files) = (Vec::new(), Vec::new());
-        ProgramChanges { connections, files, front_end: None, stores: vec![StoreId(7)] }
+        ProgramChanges { connections, files, front_end: None, memory: vec![MemoryFileId(7)] }
     }
 
-    fn file(&self, store: StoreId) -> Option<BorrowedFd<'_>> {
-        (store == StoreId(7)).then(|| self.0.as_fd())
+    fn memory_file(&self, id: MemoryFileId) -> Option<BorrowedFd<'_>> {
+        (id == MemoryFileId(7)).then(|| self.0.as_fd())
     }
 }
 
@@ -72,7 +72,7 @@ fn a_programs_file_stays_when_its_request_is_repeated() {
     assert!(kept.apply(Message::Keep(Key::program_memory(7)), left.try_clone().ok()));
     recorder.adopt(None, kept.keys());
     recorder.set_unfinished(BTreeMap::from([(7, left)]));
-    assert!(recorder.record(&mut Store(open("/dev/zero"))));
+    assert!(recorder.record(&mut Memory(open("/dev/zero"))));
     recorder.recorded();
     recorder.end_attempts();
     keep_all(&anchor, &mut kept);
