@@ -4,6 +4,7 @@
 //! * `containers`: programs in namespaces of their own
 //! * `in_vm`: the same programs in a VM
 //! * `deaths`: workers that die under programs in a VM; `program_deaths`: under those of the host
+//! * `descriptors`: a program that takes all descriptors that it gets
 //! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
 //! * `queue`: programs in a VM, by the control queue alone; `queue_vm`: its VM
@@ -15,6 +16,7 @@
 mod checkpoints;
 mod containers;
 mod deaths;
+mod descriptors;
 mod endurance;
 mod fairness;
 mod in_vm;

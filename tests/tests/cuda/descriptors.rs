@@ -1,0 +1,177 @@
+//! A program that takes all descriptors that it gets: the manager and other programs are served.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use cuda_socket::{
+    Block, FileId, IoctlRequest, Node, Refused, Reply, Request, VERSION, decode_numbered, encode,
+    encode_numbered,
+};
+use ipc::seqpacket::{MAX_PACKET, SeqPacket};
+use nix::errno::Errno;
+use serde_json::json;
+use system_tests::Vgpud;
+use system_tests::worker_deaths::{replace, worker};
+use vendor_backends::nvidia::frontend::testing::{memory_params, word, words};
+
+use crate::TYPE;
+
+/// Variable with the socket of a vGPU, for a process of its own.
+const SOCKET: &str = "TESSERA_TEST_SOCKET";
+
+/// Files that a context has, at most.
+const CONTEXT_FILES: usize = 40;
+/// Memory objects of a page, in a program with much more than a framework has.
+const OBJECTS: u32 = 5000;
+
+/// Descriptors of a worker, and what it keeps for itself.
+const LIMIT: usize = 8192;
+const RESERVED: usize = 2048;
+
+/// Address of parameters in the program.
+const PARAMS: u64 = 0x7000_0000;
+const NO_MEMORY: u32 = 0x51;
+
+/// A program's connection.
+struct Program {
+    socket: SeqPacket,
+    last: u64,
+    /// Ends of the sockets of its files.
+    files: Vec<OwnedFd>,
+}
+
+impl Program {
+    fn connect(path: &Path) -> Result<Self> {
+        let socket = SeqPacket::connect(path)?;
+        socket.send(&encode(&Request::Hello { version: VERSION })?, &[])?;
+        socket.recv(&mut vec![0; MAX_PACKET])?.context("No welcome")?;
+        Ok(Self { socket, last: 0, files: Vec::new() })
+    }
+
+    fn call(&mut self, request: &Request) -> Result<Reply> {
+        self.last += 1;
+        self.socket.send(&encode_numbered(self.last, request)?, &[])?;
+        let mut buffer = vec![0; MAX_PACKET];
+        loop {
+            let packet = self.socket.recv_with_fds(&mut buffer)?.context("No reply")?;
+            let (number, reply) = decode_numbered(&buffer[..packet.len])?;
+            // The next worker may repeat a reply.
+            if number == self.last {
+                self.files.extend(packet.fds);
+                return Ok(reply);
+            }
+        }
+    }
+
+    fn open(&mut self) -> Result<Result<FileId, i32>> {
+        match self.call(&Request::Open(Node::Control))? {
+            Reply::Opened(file) => Ok(Ok(file)),
+            Reply::Failed { errno } => Ok(Err(errno)),
+            other => bail!("{other:?}"),
+        }
+    }
+
+    /// Allocates an object. Returns the argument.
+    fn alloc(&mut self, file: FileId, object: [u32; 4], params: Vec<u8>) -> Result<Vec<u8>> {
+        let mut argument = words(&object);
+        argument.extend(PARAMS.to_le_bytes());
+        argument.resize(48, 0);
+        let request = Request::Ioctl(IoctlRequest {
+            file,
+            request: 0xc030_462b,
+            argument,
+            blocks: vec![Block { address: PARAMS, bytes: params }],
+            files: Vec::new(),
+            shared: Vec::new(),
+            refused: Refused::default(),
+        });
+        match self.call(&request)? {
+            Reply::Done(done) if done.errno == 0 => Ok(done.argument),
+            other => bail!("{other:?}"),
+        }
+    }
+
+    /// Creates a client with a device. Returns the client's handle.
+    fn client(&mut self, file: FileId) -> Result<u32> {
+        let root = word(&self.alloc(file, [0; 4], Vec::new())?, 2);
+        let device = self.alloc(file, [root, root, 0x10, 0x80], vec![0; 56])?;
+        ensure!(word(&device, 10) == 0, "no device");
+        Ok(root)
+    }
+
+    /// Allocates system memory. Returns the status.
+    fn memory(&mut self, file: FileId, root: u32, handle: u32, len: u64) -> Result<u32> {
+        let params = memory_params(len, 4096);
+        Ok(word(&self.alloc(file, [root, 0x10, handle, 0x3e], params)?, 10))
+    }
+}
+
+/// Does what a program does first.
+fn begin(path: &Path) -> Result<(Program, FileId, u32)> {
+    let mut program = Program::connect(path)?;
+    let file = program.open()?.map_err(Errno::from_raw)?;
+    let root = program.client(file)?;
+    Ok((program, file, root))
+}
+
+/// A program in a process of its own: it has what a context needs.
+#[test]
+#[ignore = "a process of the test below"]
+fn another_program() -> Result<()> {
+    let Some(path) = std::env::var_os(SOCKET).map(PathBuf::from) else { return Ok(()) };
+    let (mut program, file, root) = begin(&path)?;
+    for number in 1..CONTEXT_FILES {
+        program.open()?.map_err(Errno::from_raw).with_context(|| format!("file {number}"))?;
+    }
+    for index in 0..100 {
+        let status = program.memory(file, root, 0x1000 + index, 4096)?;
+        ensure!(status == 0, "memory {index}: {status:#x}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_program_that_takes_all_that_it_gets_stops_no_other() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
+    let socket = vgpud.vfio_socket(&uuid).with_file_name("cuda.sock");
+    let (mut program, file, root) = begin(&socket)?;
+    for index in 0..OBJECTS {
+        let status = program.memory(file, root, 0x10_0000 + index, 4096)?;
+        ensure!(status == 0, "memory {index}: {status:#x}");
+    }
+    let refused = loop {
+        if let Err(errno) = program.open()? {
+            break errno;
+        }
+    };
+    ensure!(refused == Errno::EMFILE as i32, "errno {refused}");
+    // More than there is.
+    ensure!(program.memory(file, root, 0x1000, 1 << 50)? == NO_MEMORY, "a refusal of another kind");
+
+    let used = |pid: u32| Ok::<_, anyhow::Error>(fs::read_dir(format!("/proc/{pid}/fd"))?.count());
+    let held = used(worker(&vgpud, &uuid)?)?;
+    ensure!(held < LIMIT - RESERVED, "{held} descriptors");
+    let other = || -> Result<()> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["--exact", "descriptors::another_program", "--ignored"]);
+        let output = command.env(SOCKET, &socket).output()?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        Ok(())
+    };
+    other().context("beside a program that takes all that it gets")?;
+    let stats = vgpud.get("/v1/stats")?;
+    ensure!(!stats["vgpus"][0]["programs"].is_null(), "the manager has no answer: {stats}");
+
+    // The next worker gets all of that from the anchor.
+    replace(&vgpud, &uuid)?;
+    ensure!(program.memory(file, root, 0x1001, 4096)? == 0, "no memory of the next worker");
+    other().context("beside it, on the next worker")?;
+    drop(program);
+    system_tests::wait_for("the descriptors are given back", || {
+        worker(&vgpud, &uuid).and_then(used).is_ok_and(|used| used < 100)
+    })
+}
