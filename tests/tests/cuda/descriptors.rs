@@ -7,14 +7,14 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use cuda_socket::{
-    Block, FileId, IoctlRequest, Node, Refused, Reply, Request, VERSION, decode_numbered, encode,
-    encode_numbered,
+    Block, FileId, IoctlRequest, MapRequest, Node, Refused, Reply, Request, VERSION, decode,
+    decode_numbered, encode, encode_numbered,
 };
 use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use nix::errno::Errno;
 use serde_json::json;
-use system_tests::Vgpud;
 use system_tests::worker_deaths::{replace, worker};
+use system_tests::{Vgpud, wait_for};
 use vendor_backends::nvidia::frontend::testing::{memory_params, word, words};
 
 use crate::TYPE;
@@ -31,6 +31,8 @@ const OBJECTS: u32 = 5000;
 const LIMIT: usize = 8192;
 const RESERVED: usize = 2048;
 
+/// Descriptor by which the program knows its file.
+const FD: i32 = 7;
 /// Address of parameters in the program.
 const PARAMS: u64 = 0x7000_0000;
 const NO_MEMORY: u32 = 0x51;
@@ -47,7 +49,10 @@ impl Program {
     fn connect(path: &Path) -> Result<Self> {
         let socket = SeqPacket::connect(path)?;
         socket.send(&encode(&Request::Hello { version: VERSION })?, &[])?;
-        socket.recv(&mut vec![0; MAX_PACKET])?.context("No welcome")?;
+        let mut buffer = vec![0; MAX_PACKET];
+        let packet = socket.recv(&mut buffer)?.context("No welcome")?;
+        let reply = decode(&buffer[..packet.len])?;
+        ensure!(matches!(reply, Reply::Welcome(_)), "{reply:?}");
         Ok(Self { socket, last: 0, files: Vec::new() })
     }
 
@@ -79,12 +84,22 @@ impl Program {
         let mut argument = words(&object);
         argument.extend(PARAMS.to_le_bytes());
         argument.resize(48, 0);
+        self.ioctl(file, 0xc030_462b, argument, params)
+    }
+
+    fn ioctl(
+        &mut self,
+        file: FileId,
+        request: u32,
+        argument: Vec<u8>,
+        params: Vec<u8>,
+    ) -> Result<Vec<u8>> {
         let request = Request::Ioctl(IoctlRequest {
             file,
-            request: 0xc030_462b,
+            request,
             argument,
             blocks: vec![Block { address: PARAMS, bytes: params }],
-            files: Vec::new(),
+            files: vec![(FD, file)],
             shared: Vec::new(),
             refused: Refused::default(),
         });
@@ -133,6 +148,15 @@ fn another_program() -> Result<()> {
     Ok(())
 }
 
+/// Runs a program in a process of its own.
+fn run_another(socket: &Path) -> Result<()> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["--exact", "descriptors::another_program", "--ignored"]);
+    let output = command.env(SOCKET, socket).output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    Ok(())
+}
+
 #[test]
 fn a_program_that_takes_all_that_it_gets_stops_no_other() -> Result<()> {
     let vgpud = Vgpud::start()?;
@@ -155,13 +179,7 @@ fn a_program_that_takes_all_that_it_gets_stops_no_other() -> Result<()> {
     let used = |pid: u32| Ok::<_, anyhow::Error>(fs::read_dir(format!("/proc/{pid}/fd"))?.count());
     let held = used(worker(&vgpud, &uuid)?)?;
     ensure!(held < LIMIT - RESERVED, "{held} descriptors");
-    let other = || -> Result<()> {
-        let mut command = Command::new(std::env::current_exe()?);
-        command.args(["--exact", "descriptors::another_program", "--ignored"]);
-        let output = command.env(SOCKET, &socket).output()?;
-        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
-        Ok(())
-    };
+    let other = || run_another(&socket);
     other().context("beside a program that takes all that it gets")?;
     let stats = vgpud.get("/v1/stats")?;
     ensure!(!stats["vgpus"][0]["programs"].is_null(), "the manager has no answer: {stats}");
@@ -171,7 +189,43 @@ fn a_program_that_takes_all_that_it_gets_stops_no_other() -> Result<()> {
     ensure!(program.memory(file, root, 0x1001, 4096)? == 0, "no memory of the next worker");
     other().context("beside it, on the next worker")?;
     drop(program);
-    system_tests::wait_for("the descriptors are given back", || {
+    wait_for("the descriptors are given back", || {
         worker(&vgpud, &uuid).and_then(used).is_ok_and(|used| used < 100)
     })
+}
+
+/// The kernel limits the descriptors that a worker's user has sent and that are not received.
+#[test]
+fn a_program_that_receives_no_descriptors_stops_no_other() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
+    let socket = vgpud.vfio_socket(&uuid).with_file_name("cuda.sock");
+    let (mut program, file, root) = begin(&socket)?;
+    ensure!(program.memory(file, root, 0x20, 4096)? == 0, "no memory");
+    let mut argument = words(&[root, 0x10, 0x20, 0, 0, 0]);
+    argument.extend(4096_u64.to_le_bytes());
+    argument.extend(words(&[0, 0, 0xffff, 0, FD.cast_unsigned(), 0]));
+    let mapped = program.ioctl(file, 0xc038_464e, argument, Vec::new())?;
+    ensure!(word(&mapped, 10) == 0, "no mapping");
+    let map = Request::Map(MapRequest { file, len: 4096, offset: 0, writable: true });
+    let Reply::Mapped { .. } = program.call(&map)? else { bail!("no mapping") };
+    let packet = encode_numbered(1, &map)?;
+    // Requests that fill the socket, on one connection after the other, without receiving replies.
+    let mut flooding = Vec::new();
+    for _ in 0..100 {
+        let Ok(connection) = Program::connect(&socket) else { break };
+        for _ in 0..600 {
+            if connection.socket.try_send(&packet, &[]).is_err() {
+                break;
+            }
+        }
+        flooding.push(connection);
+    }
+    ensure!(flooding.len() < 40, "{} connections of one process", flooding.len());
+    run_another(&socket).context("beside a program that receives no descriptors")?;
+    let Reply::Mapped { .. } = program.call(&map)? else { bail!("no mapping any more") };
+    replace(&vgpud, &uuid)?;
+    let Reply::Mapped { .. } = program.call(&map)? else { bail!("the next worker has not all") };
+    drop(flooding);
+    wait_for("the process may connect again", || Program::connect(&socket).is_ok())
 }

@@ -94,6 +94,25 @@ impl SeqPacket {
         foreign_fds::refuse(self.0.as_fd());
     }
 
+    /// Returns whether the other end has not received all packets of this one.
+    ///
+    /// # Errors
+    ///
+    /// Fails if this is no socket.
+    pub fn has_unread(&self) -> io::Result<bool> {
+        /// Index of the memory of sent packets (`SK_MEMINFO_WMEM_ALLOC`) of `SK_MEMINFO_VARS`.
+        const SENT: usize = 2;
+        let mut info = [0_u32; 9];
+        let mut len = size_of_val(&info) as libc::socklen_t;
+        let (fd, value) = (self.0.as_raw_fd(), info.as_mut_ptr().cast());
+        // SAFETY: the kernel writes at most `len` bytes to `info`, and a length to `len`.
+        let got = unsafe {
+            libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_MEMINFO, value, &raw mut len)
+        };
+        Errno::result(got)?;
+        Ok(info[SENT] > 0)
+    }
+
     /// Sends one packet and waits for buffer space. Fails with `EPIPE` if the peer is gone; never
     /// raises SIGPIPE.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
@@ -298,6 +317,21 @@ fn is_passing(error: &io::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn packets_are_unread_until_the_other_end_receives_or_closes() {
+        let (ours, theirs) = SeqPacket::pair().unwrap();
+        assert!(!ours.has_unread().unwrap());
+        ours.send(b"one", &[theirs.as_fd()]).unwrap();
+        ours.send(b"two", &[]).unwrap();
+        for is_unread in [true, false] {
+            theirs.recv_with_fds(&mut [0; 8]).unwrap();
+            assert_eq!(ours.has_unread().unwrap(), is_unread);
+        }
+        ours.send(b"three", &[]).unwrap();
+        drop(theirs);
+        assert!(!ours.has_unread().unwrap());
+    }
 
     #[test]
     fn carries_bytes_and_descriptors() {

@@ -6,10 +6,12 @@
 //! * `requests`: requests, each of which has its effect once
 //! * `adoption`: adopting an earlier worker's programs
 //! * `throttle`: processes that wait for CPU time
+//! * `unread`: replies with descriptors that processes have not received
 
 mod adoption;
 mod requests;
 mod throttle;
+mod unread;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -27,6 +29,7 @@ use programs::front_end::{FrontEndSpec, MemoryFileId};
 
 use self::adoption::Begun;
 pub use self::throttle::Throttled;
+use self::unread::{CutOff, Unread};
 use super::doorbell::Doorbell;
 use super::front_end;
 use super::function::Function;
@@ -52,6 +55,7 @@ struct Connection {
     budget: Budget,
     /// Its requests wait for the budget: its socket is not watched.
     waits: bool,
+    unread: Unread,
 }
 
 /// What to watch from now on.
@@ -70,6 +74,8 @@ pub struct Programs {
     spec: FrontEndSpec,
     front_end: Box<dyn FrontEnd>,
     connections: ChangeMap<Source, Connection>,
+    /// Connections that were cut off.
+    cut_off: Vec<CutOff>,
     /// Files with the worker's ends of their sockets.
     files: ChangeMap<Source, (OpenFile, SeqPacket)>,
     last: Source,
@@ -105,6 +111,7 @@ impl Programs {
             front_end: front_end::create(&spec)?,
             spec,
             connections: ChangeMap::default(),
+            cut_off: Vec::new(),
             files: ChangeMap::default(),
             last: Source(0),
             answer: None,
@@ -162,11 +169,6 @@ impl Programs {
         }
     }
 
-    /// Returns whether no more processes can use the vGPU.
-    pub fn is_full(&self) -> bool {
-        self.connections.len() >= MAX_CONNECTIONS
-    }
-
     /// Adds a process.
     pub fn connect(
         &mut self,
@@ -189,7 +191,7 @@ impl Programs {
 
     fn connection(&self, socket: SeqPacket, process: AttachedClient, greeted: bool) -> Connection {
         let budget = Budget::new(request_budget::PROCESS, Instant::now()).at_most(&self.budget);
-        Connection { socket, process, greeted, budget, waits: false }
+        Connection { socket, process, greeted, budget, waits: false, unread: Unread::default() }
     }
 
     fn start_doorbell(&mut self, function: &mut Function) {
@@ -246,6 +248,7 @@ impl Programs {
         if error.kind() != io::ErrorKind::UnexpectedEof {
             log::debug!("Process {} is cut off: {error}", connection.process.pid);
         }
+        self.cut_off.extend(CutOff::new(&connection.socket, connection.process.pid));
         if let Some(recorder) = function.programs_recorder() {
             recorder.drop_later(Key::connection(source.0));
         }

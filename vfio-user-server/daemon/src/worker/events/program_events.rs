@@ -113,7 +113,7 @@ impl Worker {
                 format_args!("Process {pid} is refused: the VM of process {vm} uses the vGPU");
             return self.log_limited(Level::Warn, line);
         }
-        if programs.is_full() {
+        if programs.is_full(pid) {
             refuse(&socket, Errno::EUSERS);
             let line = format_args!("Process {pid} is refused: too many processes use the vGPU");
             return self.log_limited(Level::Warn, line);

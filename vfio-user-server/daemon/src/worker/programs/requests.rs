@@ -75,6 +75,9 @@ impl Programs {
         changes: &mut Changes,
     ) -> io::Result<()> {
         let Some(incoming) = self.next_request(source)? else { return Ok(()) };
+        if let Some(connection) = self.connections.get_mut_unnoted(&source) {
+            connection.unread.check(&connection.socket)?;
+        }
         // A request makes the same calls of the GPU when it is repeated: all others are recorded.
         self.on_closed_files(function, changes);
         self.front_end.update_utilization(&mut **function.inner_mut().client());
@@ -126,7 +129,12 @@ impl Programs {
         opens: bool,
     ) -> io::Result<()> {
         let Some(Answer { connection, packet, .. }) = self.answer.take() else { return Ok(()) };
-        let Some(connection) = self.connections.get(&connection) else { return Ok(()) };
+        let Some(connection) = self.connections.get_mut_unnoted(&connection) else {
+            return Ok(());
+        };
+        if !fds.is_empty() {
+            connection.unread.note();
+        }
         let attached: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
         let sent = connection.socket.try_send(&packet, &attached);
         let removed = connection.socket.discard();

@@ -159,3 +159,25 @@ fn a_registered_file_is_kept_once_for_those_with_the_same_rights() {
     files.release_registered(first);
     assert!(files.fd(first).is_none());
 }
+
+/// A GPU whose driver has pinned a page keeps that page.
+#[test]
+fn freed_memory_goes_back_unless_it_is_pinned() {
+    let blocks = |files: &Files, id| fstat(files.fd(id).unwrap()).unwrap().st_blocks;
+    for pins in [false, true] {
+        let mut files = Files::default();
+        let mut allocate = |len| files.allocate(owner(1), len, false, ROOM).unwrap();
+        let (first, second) = (allocate(PAGE_SIZE), allocate(64 * PAGE_SIZE));
+        if let Some(file) = files.files.get_mut(&first.file)
+            && let Contents::Arena(arena) = &mut file.contents
+        {
+            arena.import = Some(MemoryId(3));
+        }
+        files.write(second, 0, &[0xa5; 64 * PAGE_SIZE as usize]).unwrap();
+        let used = blocks(&files, first.file);
+        assert_eq!(files.free(second, 64 * PAGE_SIZE, pins), None);
+        assert_eq!(blocks(&files, first.file) == used, pins, "pinned: {pins}");
+        assert!(read_page(&files, first.file, second.start).iter().all(|byte| *byte == 0));
+        assert_eq!(files.free(first, PAGE_SIZE, pins), Some(MemoryId(3)), "with the last object");
+    }
+}
