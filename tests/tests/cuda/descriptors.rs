@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use cuda_socket::{
-    Block, FileId, IoctlRequest, MapRequest, Node, Refused, Reply, Request, VERSION, decode,
+    Block, FileId, IoctlRequest, MapRequest, Node, Refused, Reply, Request, VERSION,
     decode_numbered, encode, encode_numbered,
 };
 use ipc::seqpacket::{MAX_PACKET, SeqPacket};
@@ -51,8 +51,9 @@ impl Program {
         socket.send(&encode(&Request::Hello { version: VERSION })?, &[])?;
         let mut buffer = vec![0; MAX_PACKET];
         let packet = socket.recv(&mut buffer)?.context("No welcome")?;
-        let reply = decode(&buffer[..packet.len])?;
-        ensure!(matches!(reply, Reply::Welcome(_)), "{reply:?}");
+        // A refusal has no number.
+        let reply = decode_numbered(&buffer[..packet.len]);
+        ensure!(matches!(reply, Ok((0, Reply::Welcome(_)))), "{reply:?}");
         Ok(Self { socket, last: 0, files: Vec::new() })
     }
 
