@@ -1,6 +1,6 @@
-//! The races of [`crate::unbinding`] in kernels that look for faults. `cargo lab test endurance` runs
-//! these tests; `cargo lab test` leaves them out, since the kernels take long to compile, and slow
-//! the VM down.
+//! The races of [`crate::unbinding`] in kernels that look for faults. `cargo lab test endurance`
+//! runs these tests; `cargo lab test` leaves them out, since the kernels take long to compile, and
+//! slow the VM down.
 
 use anyhow::Result;
 use lab::debug_kernel::{Checker, DebugKernel};
