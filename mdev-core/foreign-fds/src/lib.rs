@@ -10,8 +10,8 @@
 //! * takes no descriptors where none is due: the kernel refuses them ([`refuse`], Linux 6.16), and
 //!   each receive call of an earlier kernel takes all of them ([`receive()`])
 //! * uses memory files ([`is_memory`]) and eventfds ([`is_eventfd`]) only
-//! * closes all others on threads of their own ([`ForeignFd`]), and the sockets that others write to
-//!   ([`ForeignSocket`])
+//! * closes all others on threads of their own ([`ForeignFd`]), and the sockets that others write
+//!   to ([`ForeignSocket`])
 //!
 //! A thread that waits for ever is lost, and another one replaces it, up to a number ([`backlog`],
 //! [`is_exhausted`]).

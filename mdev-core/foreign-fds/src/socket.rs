@@ -14,7 +14,8 @@ pub struct ForeignSocket {
 }
 
 impl ForeignSocket {
-    /// Wraps a new socket, which has no peer yet, and refuses descriptors ([`refuse`](crate::refuse)).
+    /// Wraps a new socket, which has no peer yet, and refuses descriptors
+    /// ([`refuse`](crate::refuse)).
     pub fn refusing(fd: OwnedFd) -> Self {
         let has_refused = crate::refuse(fd.as_fd());
         Self { fd: ManuallyDrop::new(fd), has_refused }

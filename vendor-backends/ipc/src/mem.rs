@@ -176,8 +176,8 @@ impl Mapping {
         Some(())
     }
 
-    /// Receives up to `len` bytes of a socket, without waiting, and closes descriptors. After the death of a process within
-    /// the call, the mapping has the bytes if they have left the socket.
+    /// Receives up to `len` bytes of a socket, without waiting, and closes descriptors. After the
+    /// death of a process within the call, the mapping has the bytes if they have left the socket.
     ///
     /// # Errors
     ///

@@ -119,8 +119,9 @@ impl SeqPacket {
         }
     }
 
-    /// Receives one packet without file descriptors: closes those that the peer sent. Returns `Ok(None)` if the peer has closed the connection. A packet longer than `buffer` is
-    /// an error, so `buffer` should have [`MAX_PACKET`] bytes.
+    /// Receives one packet without file descriptors: closes those that the peer sent. Returns
+    /// `Ok(None)` if the peer has closed the connection. A packet longer than `buffer` is an error,
+    /// so `buffer` should have [`MAX_PACKET`] bytes.
     pub fn recv(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
         self.recv_with(buffer, 0, MsgFlags::empty())
     }

@@ -115,8 +115,8 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         let _ = fs::remove_file(&socket);
     }
     drop(lock);
-    // The end of the process ends all tasks and threads. Neither a thread that asks a worker nor the
-    // close of a listener, with what is in its connections, is waited for.
+    // The end of the process ends all tasks and threads. Neither a thread that asks a worker nor
+    // the close of a listener, with what is in its connections, is waited for.
     std::mem::forget(runtime);
     if !has_ended {
         let seconds = END_LIMIT.as_secs();

@@ -2,8 +2,8 @@
 //!
 //! A worker that answers is adopted together with the VM that is attached to it. A vGPU whose
 //! worker is gone is started again. A worker of an unsupported version continues for its VM until
-//! the vGPU is stopped. So does a worker that does not answer, because it is stopped or waits in the
-//! kernel: a VM may be attached to it. It is asked again with each request.
+//! the vGPU is stopped. So does a worker that does not answer, because it is stopped or waits in
+//! the kernel: a VM may be attached to it. It is asked again with each request.
 
 use std::io;
 use std::os::fd::AsFd;
