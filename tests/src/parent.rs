@@ -67,7 +67,7 @@ impl Parent {
             max_import_bytes: 1 << 34,
         })?;
         match admission.fd {
-            Some(fd) => Ok(MediatedClient::open(fd)?),
+            Some(fd) => Ok(MediatedClient::open(fd.into_trusted())?),
             None => bail!("The admission has no connection"),
         }
     }

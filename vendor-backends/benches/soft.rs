@@ -45,7 +45,8 @@ fn admit(gpu: &mut MediatedGpu) -> (VgpuId, Driver) {
         max_channels: 8,
         max_import_bytes: 2 * GIB,
     };
-    let client = MediatedClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
+    let client =
+        MediatedClient::open(gpu.admit(&spec).unwrap().fd.unwrap().into_trusted()).unwrap();
     (spec.vgpu, Driver::new(Box::new(client)))
 }
 

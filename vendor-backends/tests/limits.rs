@@ -43,7 +43,9 @@ impl Parent {
             max_channels: 8,
             max_import_bytes: 256 * MIB,
         };
-        let client = MediatedClient::open(self.gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
+        let client =
+            MediatedClient::open(self.gpu.admit(&spec).unwrap().fd.unwrap().into_trusted())
+                .unwrap();
         (spec.vgpu, Driver::new(Box::new(client)))
     }
 

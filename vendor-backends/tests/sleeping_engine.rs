@@ -83,7 +83,7 @@ fn spec() -> ClientSpec {
 }
 
 fn driver(gpu: &mut MediatedGpu, spec: &ClientSpec) -> Driver {
-    let connection = gpu.admit(spec).unwrap().fd.unwrap();
+    let connection = gpu.admit(spec).unwrap().fd.unwrap().into_trusted();
     Driver::new(Box::new(MediatedClient::open(connection).unwrap()))
 }
 

@@ -38,7 +38,7 @@ fn start(grace: Duration) -> GpuProcess {
 }
 
 fn open(gpu: &mut MediatedGpu, spec: &ClientSpec) -> MediatedClient {
-    MediatedClient::open(gpu.admit(spec).unwrap().fd.unwrap()).unwrap()
+    MediatedClient::open(gpu.admit(spec).unwrap().fd.unwrap().into_trusted()).unwrap()
 }
 
 fn usage(gpu: &mut MediatedGpu, vgpu: VgpuId) -> Option<Usage> {
@@ -228,7 +228,7 @@ fn garbage_on_a_workers_connection_is_refused_without_effect_on_others() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut good = Driver::new(Box::new(open(&mut gpu, &spec())));
-    let socket = SeqPacket::from(gpu.admit(&spec()).unwrap().fd.unwrap());
+    let socket = SeqPacket::from(gpu.admit(&spec()).unwrap().fd.unwrap().into_trusted());
     let mut buffer = vec![0; seqpacket::MAX_PACKET];
     let mut state = 1u32;
     for len in (1..200).cycle().take(3000) {

@@ -4,25 +4,34 @@
 //! attacker and never answers. Almost every system call on such a file waits for the server, in a
 //! state that not even SIGKILL ends: `fstat`, `poll`, `read`, a load from mapped memory, and
 //! `close`. A socket can wait for its peer in `close` (SO_LINGER), and one with unread messages for
-//! the descriptors in them. A process that takes descriptors from others therefore
+//! the descriptors in them. The kernel closes a descriptor that a receive call has no room for
+//! within the call. A process that takes messages from others therefore
 //!
-//! * takes none where none is due: the kernel refuses them ([`refuse`]) or discards them
+//! * takes no descriptors where none is due: the kernel refuses them ([`refuse`], Linux 6.16), and
+//!   each receive call of an earlier kernel takes all of them ([`receive()`])
 //! * uses memory files ([`is_memory`]) and eventfds ([`is_eventfd`]) only
-//! * closes all others on threads of their own ([`close`])
+//! * closes all others on threads of their own ([`ForeignFd`]), and the sockets that others write
+//!   to ([`ForeignSocket`])
 //!
-//! The owner of an eventfd can make writes to it block: see [`eventfd`]. [`receive()`] is the
-//! system call that receives descriptors.
+//! A thread that waits for ever is lost, and another one replaces it, up to a number ([`backlog`],
+//! [`is_exhausted`]).
+//!
+//! The owner of an eventfd can make writes to it block: see [`eventfd`].
 
 mod closer;
 pub mod eventfd;
 mod receive;
+mod socket;
 
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use closer::Closer;
 
+pub use closer::{Backlog, MAX_CLOSING};
 pub use eventfd::is_eventfd;
-pub use receive::{MAX_RECEIVED, Received, receive};
+pub use receive::{Received, receive, receive_at};
+pub use socket::ForeignSocket;
 
 /// `SO_PASSRIGHTS` (include/uapi/asm-generic/socket.h).
 const SO_PASSRIGHTS: libc::c_int = 83;
@@ -31,14 +40,23 @@ const SO_PASSRIGHTS: libc::c_int = 83;
 static CLOSER: Closer = Closer::new();
 
 /// Has the kernel refuse messages with descriptors to a socket of the Unix domain, with `EPERM` for
-/// the sender. Where a message with descriptors is queued, the kernel closes them for the receiver,
-/// which may wait for what they belong to.
+/// the sender. Connections that a listener accepts have its setting, from their first message on.
+/// Returns true if the kernel does so.
 ///
 /// Before Linux 6.16, there is no such option, and nothing changes.
-pub fn refuse(socket: BorrowedFd<'_>) {
-    let takes: libc::c_int = 0;
+pub fn refuse(socket: BorrowedFd<'_>) -> bool {
+    set_takes(socket, false)
+}
+
+/// Has the kernel take messages with descriptors, on a connection of a listener that refuses them.
+pub fn take(socket: BorrowedFd<'_>) {
+    set_takes(socket, true);
+}
+
+fn set_takes(socket: BorrowedFd<'_>, takes: bool) -> bool {
+    let takes = libc::c_int::from(takes);
     // SAFETY: the pointer is to a value of the given length.
-    unsafe {
+    let result = unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),
             libc::SOL_SOCKET,
@@ -47,6 +65,7 @@ pub fn refuse(socket: BorrowedFd<'_>) {
             size_of_val(&takes) as libc::socklen_t,
         )
     };
+    result == 0
 }
 
 /// Returns true if a descriptor is a memory file: a memfd, or a file of tmpfs or hugetlbfs. Asks no
@@ -73,42 +92,70 @@ fn is_unix_socket(fd: BorrowedFd<'_>) -> bool {
     result == 0 && domain == libc::AF_UNIX
 }
 
+/// Returns true if the close of a descriptor never waits.
+fn closes_at_once(fd: &OwnedFd) -> bool {
+    is_memory(fd.as_fd()) || is_eventfd(fd.as_fd())
+}
+
 /// Closes a descriptor of another process without waiting for what it belongs to.
 pub fn close(fd: OwnedFd) {
-    if is_memory(fd.as_fd()) || is_eventfd(fd.as_fd()) {
-        return drop(fd);
+    close_all([fd]);
+}
+
+/// Closes descriptors of one process as [`close`] does, on one thread.
+pub fn close_all(fds: impl IntoIterator<Item = OwnedFd>) {
+    let (_, others): (Vec<_>, Vec<_>) = fds.into_iter().partition(closes_at_once);
+    if !others.is_empty() {
+        CLOSER.close(others);
     }
-    CLOSER.close(fd);
 }
 
 /// A descriptor that another process passed. Closed as by [`close`].
 #[derive(Debug)]
-pub struct ForeignFd(Option<OwnedFd>);
+pub struct ForeignFd(ManuallyDrop<OwnedFd>);
 
 impl From<OwnedFd> for ForeignFd {
     fn from(fd: OwnedFd) -> Self {
-        Self(Some(fd))
+        Self(ManuallyDrop::new(fd))
+    }
+}
+
+impl AsFd for ForeignFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 
 impl ForeignFd {
     /// Returns the descriptor if it is a memory file, as [`is_memory`] says.
-    pub fn into_memory(mut self) -> Option<OwnedFd> {
-        self.0.take_if(|fd| is_memory(fd.as_fd()))
+    pub fn into_memory(self) -> Option<OwnedFd> {
+        is_memory(self.as_fd()).then(|| self.into_trusted())
+    }
+
+    /// Returns the descriptor if it is an eventfd, as [`is_eventfd`] says.
+    pub fn into_eventfd(self) -> Option<OwnedFd> {
+        is_eventfd(self.as_fd()).then(|| self.into_trusted())
     }
 
     /// Returns the descriptor if it is a socket of the Unix domain. Calls on such a socket do not
     /// wait, except for its close.
     pub fn as_unix_socket(&self) -> Option<BorrowedFd<'_>> {
-        self.0.as_ref().map(AsFd::as_fd).filter(|fd| is_unix_socket(*fd))
+        Some(self.as_fd()).filter(|fd| is_unix_socket(*fd))
+    }
+
+    /// Returns a descriptor of a process that this process trusts, or one that the caller closes by
+    /// [`close`].
+    pub fn into_trusted(self) -> OwnedFd {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is not used any more, and never dropped.
+        unsafe { ManuallyDrop::take(&mut this.0) }
     }
 }
 
 impl Drop for ForeignFd {
     fn drop(&mut self) {
-        if let Some(fd) = self.0.take() {
-            close(fd);
-        }
+        // SAFETY: a value is dropped once, and its descriptor is not used afterwards.
+        close(unsafe { ManuallyDrop::take(&mut self.0) });
     }
 }
 
@@ -118,13 +165,18 @@ pub fn is_exhausted() -> bool {
     CLOSER.is_exhausted()
 }
 
+/// Returns how many descriptors of other processes are not closed.
+pub fn backlog() -> Backlog {
+    CLOSER.backlog()
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
-    use super::closer::MAX_CLOSING;
+    use super::receive::tests::send_fds;
     use super::*;
 
     #[test]
@@ -178,7 +230,7 @@ mod tests {
         let (mut peers, waiting) = (Vec::new(), 4);
         for _ in 0..MAX_CLOSING + waiting {
             let (socket, peer) = lingering(&listener);
-            CLOSER.close(socket);
+            CLOSER.close(vec![socket]);
             peers.push(peer);
         }
         let until = |exhausted| {
@@ -189,11 +241,70 @@ mod tests {
             }
         };
         until(true);
+        assert_eq!(CLOSER.backlog(), Backlog { lost_threads: MAX_CLOSING, waiting });
         // A peer that ends lets its socket be closed.
         drop(peers);
         until(false);
+        assert_eq!(CLOSER.backlog().waiting, 0);
         let (ours, theirs) = UnixStream::pair().unwrap();
-        CLOSER.close(OwnedFd::from(theirs));
+        CLOSER.close(vec![OwnedFd::from(theirs)]);
         assert_eq!(std::io::Read::read(&mut &ours, &mut [0]).unwrap(), 0);
+    }
+
+    /// Makes a call, and fails if it waits for the descriptors that it closes.
+    fn without_waiting<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+        let (done, is_done) = std::sync::mpsc::channel();
+        std::thread::spawn(move || done.send(call()));
+        is_done.recv_timeout(Duration::from_secs(30)).expect("the call waits")
+    }
+
+    #[test]
+    fn a_receive_call_waits_for_no_descriptor_that_is_not_due() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut peers = Vec::new();
+        for _ in 0..2 {
+            let (socket, peer) = lingering(&listener);
+            // One is due, and the other one is not.
+            let (other, other_peer) = lingering(&listener);
+            send_fds(&ours, &[socket.as_fd(), other.as_fd()]).unwrap();
+            drop((socket, other));
+            peers.extend([peer, other_peer]);
+        }
+        for max in [0, 1] {
+            let theirs = theirs.try_clone().unwrap();
+            let flags = without_waiting(move || {
+                receive(theirs.as_fd(), &mut [0; 4], max, 0, drop).unwrap().flags
+            });
+            assert!(flags & libc::MSG_CTRUNC != 0);
+        }
+        drop(peers);
+    }
+
+    #[test]
+    fn the_close_of_a_socket_does_not_wait_for_what_is_in_it() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let (socket, peer) = lingering(&listener);
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        send_fds(&ours, &[socket.as_fd()]).unwrap();
+        drop(socket);
+        without_waiting(|| drop(ForeignSocket::from(OwnedFd::from(theirs))));
+        drop(peer);
+    }
+
+    #[test]
+    fn connections_of_a_listener_refuse_descriptors_before_they_are_accepted() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = std::os::unix::net::UnixListener::bind(dir.path().join("socket")).unwrap();
+        if !refuse(listener.as_fd()) {
+            return;
+        }
+        let ours = UnixStream::connect(dir.path().join("socket")).unwrap();
+        let try_pass = || send_fds(&ours, &[ours.as_fd()]).is_ok();
+        assert!(!try_pass(), "before the connection is accepted");
+        let (theirs, _) = listener.accept().unwrap();
+        assert!(!try_pass());
+        take(theirs.as_fd());
+        assert!(try_pass());
     }
 }

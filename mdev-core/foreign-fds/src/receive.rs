@@ -1,12 +1,18 @@
-//! `recvmsg` for packets with descriptors, some of which the kernel may have discarded. nix returns
-//! no descriptors of such a packet, and those that arrived would leak.
+//! `recvmsg` for packets with descriptors. nix returns no descriptors of a packet some of whose
+//! descriptors the kernel has discarded, and those that arrived would leak.
+//!
+//! The kernel closes descriptors that a receiver has no room for within the system call, which may
+//! wait. Therefore each call has room for all descriptors that a packet can have, and closes those
+//! that are not due as [`close`](crate::close) does.
 
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-/// Largest number of descriptors that [`receive`] accepts.
-pub const MAX_RECEIVED: usize = 16;
+use crate::{ForeignFd, close_all};
+
+/// Largest number of descriptors of a packet (`SCM_MAX_FD` in the kernel's include/net/scm.h).
+const MAX_OF_PACKET: usize = 253;
 
 /// Length of the control buffer's header in words of 8 bytes.
 const HEADER_WORDS: usize = 2;
@@ -14,21 +20,24 @@ const HEADER_WORDS: usize = 2;
 /// Number of descriptors in such a word.
 const FDS_PER_WORD: usize = size_of::<u64>() / size_of::<RawFd>();
 
+/// Length of the control buffer in words of 8 bytes.
+const CONTROL_WORDS: usize = HEADER_WORDS + MAX_OF_PACKET.div_ceil(FDS_PER_WORD);
+
 /// Result of [`receive`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Received {
     /// Number of bytes received. 0 if the peer has closed the connection.
     pub bytes: usize,
     /// The kernel's flags: `MSG_TRUNC` for a packet that is longer than the buffer, `MSG_CTRUNC` if
-    /// descriptors were discarded, without a call of their file systems in this process.
+    /// more descriptors came than were due, or than this process has room for.
     pub flags: i32,
 }
 
 /// Receives bytes and up to `max_fds` descriptors. `take` gets each descriptor, close-on-exec, in
-/// order.
+/// order. Surplus descriptors are closed on one thread.
 ///
-/// `max_fds` is rounded up to an even number, and is at most [`MAX_RECEIVED`]. `flags` are those of
-/// recvmsg(2).
+/// The kernel discards descriptors, and may wait for what they belong to, only if this process may
+/// open no more. `flags` are those of recvmsg(2).
 ///
 /// # Errors
 ///
@@ -38,25 +47,44 @@ pub fn receive(
     buffer: &mut [u8],
     max_fds: usize,
     flags: i32,
-    mut take: impl FnMut(OwnedFd),
+    take: impl FnMut(ForeignFd),
 ) -> io::Result<Received> {
-    let mut control = [MaybeUninit::<u64>::uninit(); HEADER_WORDS + MAX_RECEIVED / FDS_PER_WORD];
-    let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    // SAFETY: the buffer is borrowed mutably for the call.
+    unsafe { receive_at(socket, buffer.as_mut_ptr(), buffer.len(), max_fds, flags, take) }
+}
+
+/// Receives as [`receive`], into memory that other processes may access.
+///
+/// # Errors
+///
+/// Fails as [`receive`] does.
+///
+/// # Safety
+///
+/// `buffer` is valid for writes of `len` bytes during the call.
+pub unsafe fn receive_at(
+    socket: BorrowedFd<'_>,
+    buffer: *mut u8,
+    len: usize,
+    max_fds: usize,
+    flags: i32,
+    mut take: impl FnMut(ForeignFd),
+) -> io::Result<Received> {
+    let mut control = [MaybeUninit::<u64>::uninit(); CONTROL_WORDS];
+    let mut iov = libc::iovec { iov_base: buffer.cast(), iov_len: len };
     // SAFETY: all-zero is a valid msghdr: null pointers and zero lengths.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = &raw mut iov;
     message.msg_iovlen = 1;
-    if max_fds > 0 {
-        let words = HEADER_WORDS + max_fds.min(MAX_RECEIVED).div_ceil(FDS_PER_WORD);
-        message.msg_control = control.as_mut_ptr().cast();
-        message.msg_controllen = words * size_of::<u64>();
-    }
-    // SAFETY: the message has pointers to a buffer and a control buffer, with lengths within them.
-    // Both are borrowed mutably for the call.
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = size_of_val(&control);
+    // SAFETY: the message has pointers to a buffer and a control buffer, with their lengths. Both
+    // are valid for writes during the call.
     let result = unsafe {
         libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags | libc::MSG_CMSG_CLOEXEC)
     };
     let bytes = usize::try_from(result).map_err(|_| io::Error::last_os_error())?;
+    let (mut due, mut surplus) = (0, Vec::new());
     // SAFETY: recvmsg set the control buffer and its length, and the buffer is alive.
     let mut header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
     // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR return null or a header within the control buffer,
@@ -70,30 +98,41 @@ pub fn receive(
                 // SAFETY: the kernel wrote this many descriptors after the header.
                 unsafe { data.add(n * raw.len()).copy_to(raw.as_mut_ptr(), raw.len()) };
                 // SAFETY: the kernel has just created the descriptor, and no other code owns it.
-                take(unsafe { OwnedFd::from_raw_fd(RawFd::from_ne_bytes(raw)) });
+                let fd = unsafe { OwnedFd::from_raw_fd(RawFd::from_ne_bytes(raw)) };
+                if due < max_fds {
+                    due += 1;
+                    take(ForeignFd::from(fd));
+                } else {
+                    surplus.push(fd);
+                }
             }
         }
         // SAFETY: the kernel wrote the header into the control buffer.
         header = unsafe { libc::CMSG_NXTHDR(&raw const message, header) };
     }
-    Ok(Received { bytes, flags: message.msg_flags })
+    let mut flags = message.msg_flags;
+    if !surplus.is_empty() {
+        flags |= libc::MSG_CTRUNC;
+        close_all(surplus);
+    }
+    Ok(Received { bytes, flags })
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::io::{IoSlice, Write};
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
     use super::*;
 
-    /// Sends a byte with copies of a descriptor.
-    fn send(socket: &UnixStream, fd: BorrowedFd<'_>, count: usize) {
-        let mut control = [0_u64; 64];
-        let bytes = (count * size_of::<RawFd>()) as u32;
+    /// Sends a byte with descriptors.
+    pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut control = [0_u64; CONTROL_WORDS];
+        let bytes = size_of_val(fds) as u32;
         let byte = IoSlice::new(b"x");
         // SAFETY: the message's pointers are to the byte and to the control buffer, which has room
-        // for a header and 100 descriptors.
+        // for a header and all descriptors of a packet.
         let sent = unsafe {
             let mut message: libc::msghdr = std::mem::zeroed();
             message.msg_iov = (&raw const byte).cast_mut().cast();
@@ -104,21 +143,22 @@ mod tests {
             (*header).cmsg_level = libc::SOL_SOCKET;
             (*header).cmsg_type = libc::SCM_RIGHTS;
             (*header).cmsg_len = libc::CMSG_LEN(bytes) as usize;
-            for n in 0..count {
+            for (n, fd) in fds.iter().enumerate() {
                 let raw = fd.as_raw_fd().to_ne_bytes();
                 let at = libc::CMSG_DATA(header).add(n * raw.len());
                 at.copy_from_nonoverlapping(raw.as_ptr(), raw.len());
             }
             libc::sendmsg(socket.as_raw_fd(), &raw const message, 0)
         };
-        assert_eq!(sent, 1);
+        if sent == 1 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
     #[test]
     fn as_many_descriptors_as_are_due_arrive() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        for (sent, max, arrived) in [(1, 0, 0), (1, 8, 1), (9, 8, 8), (16, 16, 16), (20, 99, 16)] {
-            send(&ours, theirs.as_fd(), sent);
+        let cases = [(1, 0, 0), (1, 8, 1), (9, 8, 8), (16, 16, 16), (253, 16, 16), (253, 300, 253)];
+        for (sent, max, arrived) in cases {
+            send_fds(&ours, &vec![theirs.as_fd(); sent]).unwrap();
             let mut fds = Vec::new();
             let mut buffer = [0; 4];
             let received = receive(theirs.as_fd(), &mut buffer, max, 0, |fd| fds.push(fd)).unwrap();
@@ -126,7 +166,7 @@ mod tests {
             assert_eq!(received.flags & libc::MSG_CTRUNC != 0, sent > arrived, "{sent} of {max}");
         }
         ours.write_all(b"ab").unwrap();
-        let none = |_| unreachable!("no descriptor was sent");
+        let none = |_: ForeignFd| unreachable!("no descriptor was sent");
         assert_eq!(receive(theirs.as_fd(), &mut [0; 4], 8, 0, none).unwrap().bytes, 2);
     }
 }

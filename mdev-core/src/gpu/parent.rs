@@ -4,6 +4,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use foreign_fds::ForeignFd;
 use serde::{Deserialize, Serialize};
 
 use super::budget::Budget;
@@ -34,7 +35,7 @@ pub struct Admission {
     /// Granted resources.
     pub spec: ClientSpec,
     /// Connection to the GPU process, if the backend has one.
-    pub fd: Option<OwnedFd>,
+    pub fd: Option<ForeignFd>,
 }
 
 /// The manager's handle of one physical GPU.

@@ -92,3 +92,37 @@ fn files_of_others_are_read_with_a_limit_and_quoted_in_one_line() {
     }
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
+
+#[test]
+fn descriptors_of_others_are_received_and_closed_by_one_crate() {
+    // The receiving call itself, a peek that takes no descriptors, and the one kind of connection
+    // of the manager's runtime.
+    const RECEIVERS: [&str; 2] = ["mdev-core/foreign-fds", "vfio-user-server/protocol/src/session"];
+    const STREAM: &str = "vfio-user-server/daemon/src/foreign_stream.rs";
+    const SERVERS: [&str; 3] = ["mdev-core", "vendor-backends", "vfio-user-server"];
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let (mut all, mut faults) = (Vec::new(), Vec::new());
+    SERVERS.iter().for_each(|folder| sources(&root.join(folder), &mut all));
+    for path in all {
+        let name = path.strip_prefix(root).unwrap();
+        let is_test = name.ends_with("tests.rs")
+            || name
+                .iter()
+                .any(|part| ["tests", "benches", "examples"].iter().any(|it| part == *it));
+        if is_test || RECEIVERS.iter().any(|of| name.starts_with(of)) {
+            continue;
+        }
+        let code = code(&path);
+        let is_code = |line: &&str| !line.trim_start().starts_with("//") && !line.contains("fn ");
+        let code: String = code.lines().filter(is_code).collect();
+        let calls = ["recvmsg(", "recvmsg::", "ControlMessageOwned", " recv(", "::recv("];
+        for call in calls.iter().filter(|call| code.contains(**call)) {
+            faults.push(format!("{}: {call}: receive by foreign_fds", name.display()));
+        }
+        let is_daemon = name.starts_with("vfio-user-server/daemon") && !name.ends_with(STREAM);
+        if is_daemon && code.contains("UnixStream") {
+            faults.push(format!("{}: connect by ForeignStream", name.display()));
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}

@@ -50,7 +50,8 @@ pub fn open(kind: GpuKind, ram: Ram, cubin: &Path) -> Result<(Device, PlainClien
                 max_channels: 16,
                 max_import_bytes: 1 << 34,
             })?;
-            let connection = admission.fd.context("The admission has no connection")?;
+            let connection =
+                admission.fd.context("The admission has no connection")?.into_trusted();
             (Box::new(NvidiaClient::open(rm, connection)?), PlainClient(Box::new(gpu)))
         }
     };

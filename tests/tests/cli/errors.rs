@@ -42,6 +42,7 @@ const CODE: [&str; 23] = [
 const BEYOND: &[(&str, &str)] = &[
     ("Cannot serve the web console", "a taken port is retried, and loopback fails in no other way"),
     ("Cannot wait for signals", "only a process without free descriptors cannot"),
+    ("The manager waits for a process, and ends", "it takes a manager's thread that hangs"),
     ("kubelet refuses", "it goes to the log"),
     ("Cannot make a pipe", "only a process without free descriptors cannot"),
     ("QEMU did not finish in time", "it takes a QEMU that stops in the midst of a migration"),

@@ -47,7 +47,10 @@ fn admit(gpu: &mut MediatedGpu) -> (VgpuId, MediatedClient) {
     loop {
         match gpu.admit(&spec) {
             Ok(admission) => {
-                return (spec.vgpu, MediatedClient::open(admission.fd.unwrap()).unwrap());
+                return (
+                    spec.vgpu,
+                    MediatedClient::open(admission.fd.unwrap().into_trusted()).unwrap(),
+                );
             }
             Err(GpuError::Limit(_)) if started.elapsed() < LIMIT => {
                 thread::sleep(Duration::from_millis(50));

@@ -7,7 +7,7 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io::{self, Seek, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -176,8 +176,8 @@ impl Mapping {
         Some(())
     }
 
-    /// Receives up to `len` bytes of a socket, without waiting. After the death of a process within
-    /// the call, the mapping has the bytes if they have left the socket.
+    /// Receives up to `len` bytes of a socket, without waiting, and closes descriptors. After the
+    /// death of a process within the call, the mapping has the bytes if they have left the socket.
     ///
     /// # Errors
     ///
@@ -186,8 +186,9 @@ impl Mapping {
         let to = self.at_for_write(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
         let flags = libc::MSG_DONTWAIT;
         // SAFETY: `to` is valid for `len` bytes of this mapping.
-        let received = unsafe { libc::recv(socket.as_raw_fd(), to.pointer.cast(), len, flags) };
-        usize::try_from(received).map_err(|_| io::Error::last_os_error())
+        let received =
+            unsafe { foreign_fds::receive_at(socket, to.pointer.cast(), len, 0, flags, drop) };
+        Ok(received?.bytes)
     }
 
     /// Copies `len` bytes between two mappings or within one. Ranges may overlap.

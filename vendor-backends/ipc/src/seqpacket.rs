@@ -1,10 +1,14 @@
 //! Packets with file descriptors between Tessera's processes, over SOCK_SEQPACKET UNIX sockets.
+//!
+//! A peer may be less trusted than this process. Neither a receive call nor the end of a connection
+//! waits for a descriptor that the peer has sent (crate `foreign_fds`).
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::time::Duration;
 
+use foreign_fds::{ForeignFd, ForeignSocket};
 use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, accept4, bind,
@@ -20,23 +24,9 @@ pub const MAX_PACKET: usize = 64 * 1024;
 /// Maximum number of file descriptors of a packet.
 pub const MAX_FDS: usize = 8;
 
-/// Receives bytes of any socket with the file descriptors that came with them, close-on-exec,
-/// without waiting. No bytes are the end.
-///
-/// # Errors
-///
-/// Fails as recvmsg(2) does, with `WouldBlock` if there is nothing to receive.
-pub fn receive_with_fds(
-    socket: BorrowedFd<'_>,
-    buffer: &mut [u8],
-) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let (len, fds, _) = receive(socket, buffer, MAX_FDS, MsgFlags::MSG_DONTWAIT)?;
-    Ok((len, fds))
-}
-
 /// One end of a connection.
 #[derive(Debug)]
-pub struct SeqPacket(OwnedFd);
+pub struct SeqPacket(ForeignSocket);
 
 /// A received packet.
 #[derive(Debug)]
@@ -44,7 +34,7 @@ pub struct Packet {
     /// Length of the packet in the caller's buffer.
     pub len: usize,
     /// Received file descriptors, close-on-exec.
-    pub fds: Vec<OwnedFd>,
+    pub fds: Vec<ForeignFd>,
     /// True if the kernel discarded descriptors of the packet, because this process or its user has
     /// no room for them.
     pub fds_lost: bool,
@@ -55,43 +45,47 @@ impl SeqPacket {
     pub fn pair() -> io::Result<(Self, Self)> {
         let (a, b) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
-        Ok((Self(a), Self(b)))
+        Ok((Self(a.into()), Self(b.into())))
     }
 
     /// Connects to a listener at `path`.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let fd = new_socket()?;
         connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
-        Ok(Self(fd))
+        Ok(Self(fd.into()))
     }
 
     /// Connects to a listener at `path`, with a timeout for the connection and for all later sends
     /// and receives.
     pub fn connect_with_timeout(path: &Path, timeout: Duration) -> io::Result<Self> {
-        Self(new_socket()?).connected(path, timeout)
+        Self(new_socket()?.into()).connected(path, timeout)
     }
 
     /// Connects as [`Self::connect_with_timeout`]. The peer cannot send file descriptors
     /// ([`Self::refuse_fds`]).
     pub fn connect_without_fds(path: &Path, timeout: Duration) -> io::Result<Self> {
-        let socket = Self(new_socket()?);
-        socket.refuse_fds();
-        socket.connected(path, timeout)
+        Self(ForeignSocket::refusing(new_socket()?)).connected(path, timeout)
     }
 
     fn connected(self, path: &Path, timeout: Duration) -> io::Result<Self> {
-        let Self(fd) = self;
         let timeout = TimeVal::microseconds(timeout.as_micros() as i64);
-        setsockopt(&fd, SendTimeout, &timeout)?;
-        setsockopt(&fd, ReceiveTimeout, &timeout)?;
-        connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
-        Ok(Self(fd))
+        setsockopt(&self.0, SendTimeout, &timeout)?;
+        setsockopt(&self.0, ReceiveTimeout, &timeout)?;
+        connect(self.0.as_raw_fd(), &UnixAddr::new(path)?)?;
+        Ok(self)
     }
 
-    /// Has the kernel refuse packets with file descriptors to this end, as [`foreign_fds::refuse`]
-    /// says.
+    /// Creates two connected ends as [`Self::pair`]. The second one cannot send file descriptors to
+    /// the first one ([`foreign_fds::refuse`]).
+    pub fn pair_without_fds() -> io::Result<(Self, Self)> {
+        let (Self(a), b) = Self::pair()?;
+        Ok((Self(ForeignSocket::refusing(a.into_fd())), b))
+    }
+
+    /// Has the kernel refuse packets with file descriptors to this end from now on, as
+    /// [`foreign_fds::refuse`] says.
     pub fn refuse_fds(&self) {
-        foreign_fds::refuse(self.0.as_fd());
+        self.0.refuse();
     }
 
     /// Returns whether the other end has not received all packets of this one.
@@ -144,9 +138,9 @@ impl SeqPacket {
         }
     }
 
-    /// Receives one packet without file descriptors: the kernel discards those that the peer sent.
-    /// Returns `Ok(None)` if the peer has closed the connection. A packet longer than `buffer` is
-    /// an error, so `buffer` should have [`MAX_PACKET`] bytes.
+    /// Receives one packet without file descriptors: closes those that the peer sent. Returns
+    /// `Ok(None)` if the peer has closed the connection. A packet longer than `buffer` is an error,
+    /// so `buffer` should have [`MAX_PACKET`] bytes.
     pub fn recv(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
         self.recv_with(buffer, 0, MsgFlags::empty())
     }
@@ -167,7 +161,7 @@ impl SeqPacket {
         self.recv_with(buffer, MAX_FDS, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_PEEK)
     }
 
-    /// Removes the next packet, of any length. The kernel discards its descriptors.
+    /// Removes the next packet, of any length, and closes its descriptors.
     pub fn discard(&self) -> io::Result<()> {
         loop {
             match receive(self.0.as_fd(), &mut [0], 0, MsgFlags::MSG_DONTWAIT) {
@@ -203,10 +197,9 @@ impl SeqPacket {
                 Err(error) => return Err(error),
             }
         };
-        // The kernel discards descriptors without a call of their file systems in this process.
         let discarded = flags.contains(MsgFlags::MSG_CTRUNC) && max_fds > 0;
         if flags.contains(MsgFlags::MSG_TRUNC) || discarded && fds.len() >= max_fds {
-            fds.into_iter().for_each(foreign_fds::close);
+            foreign_fds::close_all(fds.into_iter().map(ForeignFd::into_trusted));
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "The packet has too many bytes or file descriptors",
@@ -224,19 +217,19 @@ impl AsFd for SeqPacket {
 
 impl From<OwnedFd> for SeqPacket {
     fn from(fd: OwnedFd) -> Self {
-        Self(fd)
+        Self(fd.into())
     }
 }
 
 impl From<SeqPacket> for OwnedFd {
     fn from(socket: SeqPacket) -> Self {
-        socket.0
+        socket.0.into_fd()
     }
 }
 
 /// A listener for [`SeqPacket`] connections, bound to a path.
 #[derive(Debug)]
-pub struct SeqPacketListener(OwnedFd);
+pub struct SeqPacketListener(ForeignSocket);
 
 impl SeqPacketListener {
     /// Binds and listens. Replaces an existing socket file, because the caller owns the directory.
@@ -248,14 +241,14 @@ impl SeqPacketListener {
         let fd = new_socket()?;
         bind(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
         listen(&fd, Backlog::new(16)?)?;
-        Ok(Self(fd))
+        Ok(Self(fd.into()))
     }
 
     /// Accepts one connection.
     pub fn accept(&self) -> io::Result<SeqPacket> {
         let fd = accept4(self.0.as_raw_fd(), SockFlag::SOCK_CLOEXEC)?;
         // SAFETY: accept4 has just created this descriptor.
-        Ok(SeqPacket(unsafe { OwnedFd::from_raw_fd(fd) }))
+        Ok(SeqPacket(unsafe { OwnedFd::from_raw_fd(fd) }.into()))
     }
 }
 
@@ -267,13 +260,13 @@ impl AsFd for SeqPacketListener {
 
 impl From<OwnedFd> for SeqPacketListener {
     fn from(fd: OwnedFd) -> Self {
-        Self(fd)
+        Self(fd.into())
     }
 }
 
 impl From<SeqPacketListener> for OwnedFd {
     fn from(listener: SeqPacketListener) -> Self {
-        listener.0
+        listener.0.into_fd()
     }
 }
 
@@ -302,7 +295,7 @@ fn receive(
     buffer: &mut [u8],
     max_fds: usize,
     flags: MsgFlags,
-) -> io::Result<(usize, Vec<OwnedFd>, MsgFlags)> {
+) -> io::Result<(usize, Vec<ForeignFd>, MsgFlags)> {
     let mut fds = Vec::new();
     let received = foreign_fds::receive(socket, buffer, max_fds, flags.bits(), |fd| fds.push(fd))?;
     Ok((received.bytes, fds, MsgFlags::from_bits_truncate(received.flags)))
@@ -425,8 +418,7 @@ mod tests {
         let listener = SeqPacketListener::bind(&path).unwrap();
         let connected = SeqPacket::connect_without_fds(&path, Duration::from_secs(10)).unwrap();
         let accepted = listener.accept().unwrap();
-        let (ours, theirs) = SeqPacket::pair().unwrap();
-        ours.refuse_fds();
+        let (ours, theirs) = SeqPacket::pair_without_fds().unwrap();
         for (ours, theirs) in [(connected, accepted), (ours, theirs)] {
             let file = tempfile::tempfile().unwrap();
             match theirs.send(b"file", &[file.as_fd()]) {

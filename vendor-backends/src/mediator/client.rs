@@ -5,6 +5,7 @@ use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use foreign_fds::ForeignFd;
 use ipc::mem::{Mapping, WriteLog};
 use ipc::seqpacket::SeqPacket;
 use mdev_core::abi::doorbell;
@@ -61,7 +62,8 @@ impl MediatedClient {
     fn greet(fd: OwnedFd, position: u64, adopts: bool) -> Result<Self, GpuError> {
         let mut connection = Connection::numbered_from(SeqPacket::from(fd), position)?;
         let hello = ClientRequest::Hello { version: wire::VERSION, adopts };
-        let (reply, mut fds) = connection.request_anew(&hello)?;
+        let (reply, fds) = connection.request_anew(&hello)?;
+        let mut fds = trusted(fds);
         let (gpu, spec, vram_offset) = match reply {
             ClientReply::Hello { version, gpu, spec, vram_offset } if wire::is_spoken(version) => {
                 (gpu, spec, vram_offset)
@@ -118,6 +120,11 @@ impl MediatedClient {
         poll(&mut fds, PollTimeout::ZERO).is_ok()
             && fds[0].revents().is_some_and(|events| events.intersects(gone))
     }
+}
+
+/// Returns the descriptors of a reply. The GPU process is trusted for its vGPUs.
+fn trusted(fds: Vec<ForeignFd>) -> Vec<OwnedFd> {
+    fds.into_iter().map(ForeignFd::into_trusted).collect()
 }
 
 /// Returns the apertures for a file of video memory, the partition's offset in it, and a doorbell
@@ -274,7 +281,8 @@ impl Client for MediatedClient {
     }
 
     fn renew(&mut self) -> Result<bool, GpuError> {
-        let (reply, mut fds) = self.connection.request(&ClientRequest::Renew, &[])?;
+        let (reply, fds) = self.connection.request(&ClientRequest::Renew, &[])?;
+        let mut fds = trusted(fds);
         let ClientReply::Renewed { vram_offset } = reply else {
             return Err(self.unexpected(&reply));
         };
@@ -311,7 +319,7 @@ impl Saving for MediatedClient {
         len: u64,
     ) -> Result<Box<dyn WrittenPages>, GpuError> {
         let (reply, fds) = self.connection.request(&ClientRequest::LogWrites(memory), &[])?;
-        match (reply, fds.into_iter().next()) {
+        match (reply, trusted(fds).pop()) {
             (ClientReply::Logged, Some(file)) => Ok(Box::new(WriteLog::open(file.as_fd(), len)?)),
             (other, _) => Err(self.unexpected(&other)),
         }
@@ -331,7 +339,7 @@ impl Saving for MediatedClient {
 
     fn save(&mut self) -> Result<SavedClient, GpuError> {
         let (reply, fds) = self.connection.request(&ClientRequest::Save, &[])?;
-        match (reply, fds.into_iter().next()) {
+        match (reply, trusted(fds).pop()) {
             (ClientReply::Saved, Some(file)) => Ok(saved_state::read(file)?),
             (other, _) => Err(self.unexpected(&other)),
         }

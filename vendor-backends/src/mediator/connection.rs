@@ -1,9 +1,10 @@
 //! Requesting end of a connection to a GPU process: one reply for each request, with a timeout.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::{self, MAX_PACKET, SeqPacket};
 use mdev_core::gpu::GpuError;
 use nix::errno::Errno;
@@ -74,7 +75,7 @@ impl Connection {
     pub fn request_anew<Q: Serialize, A: DeserializeOwned>(
         &mut self,
         request: &Q,
-    ) -> Result<(A, Vec<OwnedFd>), GpuError> {
+    ) -> Result<(A, Vec<ForeignFd>), GpuError> {
         let recorded = self.numbers.map_or(0, |numbers| numbers.recorded);
         self.send(&Numbered { number: Numbered::NONE, recorded, body: request }, &[])?;
         self.receive_numbered(Numbered::NONE)
@@ -83,7 +84,7 @@ impl Connection {
     fn receive_numbered<A: DeserializeOwned>(
         &mut self,
         number: u64,
-    ) -> Result<(A, Vec<OwnedFd>), GpuError> {
+    ) -> Result<(A, Vec<ForeignFd>), GpuError> {
         loop {
             let (reply, fds) = self.receive::<Numbered<A>>()?;
             // The process before this one may have left replies unread.
@@ -105,7 +106,7 @@ impl Connection {
         &mut self,
         request: &Q,
         fds: &[BorrowedFd<'_>],
-    ) -> Result<(A, Vec<OwnedFd>), GpuError> {
+    ) -> Result<(A, Vec<ForeignFd>), GpuError> {
         let Some(Numbers { last, recorded }) = self.numbers else {
             self.send(request, fds)?;
             return self.receive();
@@ -128,7 +129,7 @@ impl Connection {
         }
     }
 
-    fn receive<A: DeserializeOwned>(&mut self) -> Result<(A, Vec<OwnedFd>), GpuError> {
+    fn receive<A: DeserializeOwned>(&mut self) -> Result<(A, Vec<ForeignFd>), GpuError> {
         let received = self.socket.recv_with_fds(&mut self.buffer).and_then(|packet| {
             let packet = packet.ok_or(io::ErrorKind::BrokenPipe)?;
             Ok((seqpacket::decode(&self.buffer[..packet.len])?, packet.fds, packet.fds_lost))

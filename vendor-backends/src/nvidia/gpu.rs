@@ -227,7 +227,8 @@ impl NvidiaGpu {
 
     /// Adds a connection to a worker. Returns the worker's end.
     fn add_worker(&mut self, spec: &ClientSpec, ready: bool) -> Result<OwnedFd, GpuError> {
-        let (socket, worker_socket) = SeqPacket::pair()?;
+        // The manager's thread closes no descriptor of a worker.
+        let (socket, worker_socket) = SeqPacket::pair_without_fds()?;
         let now = Instant::now();
         let worker = WorkerConn {
             spec: spec.clone(),
@@ -429,7 +430,7 @@ impl Gpu for NvidiaGpu {
             self.workers.remove(&spec.vgpu);
             return Err(error);
         }
-        Ok(Admission { backend: super::BACKEND, spec: spec.clone(), fd: Some(fd) })
+        Ok(Admission { backend: super::BACKEND, spec: spec.clone(), fd: Some(fd.into()) })
     }
 
     fn readmit(&mut self, spec: &ClientSpec) -> Result<Option<OwnedFd>, GpuError> {

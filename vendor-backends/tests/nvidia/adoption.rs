@@ -43,7 +43,7 @@ pub(super) struct Anchor {
 
 impl Anchor {
     pub(super) fn new(rm: &Arc<FakeRm>, gpu: &mut NvidiaGpu, spec: &ClientSpec) -> (Self, Worker) {
-        let connection = gpu.admit(spec).unwrap().fd.unwrap();
+        let connection = gpu.admit(spec).unwrap().fd.unwrap().into_trusted();
         let process = FakeProcess::new(rm, 1);
         let client = NvidiaClient::open(process.clone(), connection.try_clone().unwrap()).unwrap();
         let (kept, rm, ram) = (BTreeMap::new(), rm.clone(), ram(MIB));

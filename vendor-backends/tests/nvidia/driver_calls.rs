@@ -47,7 +47,8 @@ fn driver_calls_match_the_recording_of_a_real_driver() {
     let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
     let recorder = RmRecorder::new(rm.clone());
     let admission = gpu.admit(&spec(64 * MIB)).unwrap();
-    let mut client = NvidiaClient::open(recorder.clone(), admission.fd.unwrap()).unwrap();
+    let mut client =
+        NvidiaClient::open(recorder.clone(), admission.fd.unwrap().into_trusted()).unwrap();
     lifecycle::run(&mut client).unwrap();
     drop(client);
     let golden = include_str!("../golden/nvidia-580.txt");

@@ -65,7 +65,7 @@ fn try_client(
     spec: &ClientSpec,
 ) -> Result<NvidiaClient, GpuError> {
     let admission = gpu.admit(spec)?;
-    let mut client = NvidiaClient::open(rm.clone(), admission.fd.unwrap())?;
+    let mut client = NvidiaClient::open(rm.clone(), admission.fd.unwrap().into_trusted())?;
     client.start()?;
     Ok(client)
 }

@@ -156,7 +156,7 @@ fn work_that_ends(mut driver: Driver, kind: &str) {
 /// Starts the guest, and waits until it has a channel.
 fn start_guest(gpu: &mut NvidiaGpu, kind: &str) -> (Child, VgpuId) {
     let spec = spec(GIB);
-    let connection = gpu.admit(&spec).unwrap().fd.unwrap();
+    let connection = gpu.admit(&spec).unwrap().fd.unwrap().into_trusted();
     let guest = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "hangs::guest_in_a_process_of_its_own", "--nocapture"])
         .env(GUEST, kind)

@@ -22,7 +22,8 @@ fn a_channel_behind_a_closed_gate_does_not_run() {
     let Some(mut gpu) = gpu() else { return };
     let spec = spec(GIB);
     let admission = gpu.admit(&spec).unwrap();
-    let client = NvidiaClient::open(Arc::new(KernelDriver), admission.fd.unwrap()).unwrap();
+    let client =
+        NvidiaClient::open(Arc::new(KernelDriver), admission.fd.unwrap().into_trusted()).unwrap();
     let mut driver = Driver::new(Box::new(client));
     let mut first = driver.ring(EngineKind::Compute);
     for engine in [EngineKind::Compute, EngineKind::Copy] {

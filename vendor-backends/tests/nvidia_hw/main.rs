@@ -52,7 +52,9 @@ fn spec(vram_bytes: u64) -> ClientSpec {
 
 fn client(gpu: &mut NvidiaGpu, vram_bytes: u64) -> Box<dyn Client> {
     let admission = gpu.admit(&spec(vram_bytes)).unwrap();
-    Box::new(NvidiaClient::open(Arc::new(KernelDriver), admission.fd.unwrap()).unwrap())
+    Box::new(
+        NvidiaClient::open(Arc::new(KernelDriver), admission.fd.unwrap().into_trusted()).unwrap(),
+    )
 }
 
 #[test]
@@ -167,7 +169,8 @@ fn messages_of_the_manager_are_executed() {
     let Some(mut gpu) = gpu() else { return };
     let spec = spec(GIB);
     let admission = gpu.admit(&spec).unwrap();
-    let client = NvidiaClient::open(Arc::new(KernelDriver), admission.fd.unwrap()).unwrap();
+    let client =
+        NvidiaClient::open(Arc::new(KernelDriver), admission.fd.unwrap().into_trusted()).unwrap();
     let mut driver = Driver::new(Box::new(client));
     let mut ring = driver.ring(EngineKind::Copy);
     gpu.set_timeslice(spec.vgpu, Duration::from_millis(2)).unwrap();
@@ -237,7 +240,8 @@ fn driver_calls_are_recorded() {
     let recorder = RmRecorder::new(Arc::new(KernelDriver));
     let spec = ClientSpec { max_channels: 4, max_import_bytes: 64 * MIB, ..spec(64 * MIB) };
     let admission = gpu.admit(&spec).unwrap();
-    let mut client = NvidiaClient::open(recorder.clone(), admission.fd.unwrap()).unwrap();
+    let mut client =
+        NvidiaClient::open(recorder.clone(), admission.fd.unwrap().into_trusted()).unwrap();
     lifecycle::run(&mut client).unwrap();
     drop(client);
     if let Ok(path) = std::env::var("TESSERA_RECORD") {

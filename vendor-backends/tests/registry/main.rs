@@ -38,8 +38,12 @@ fn a_dummy_backend_serves_a_vgpu_from_its_parent_argument() {
             max_import_bytes: MIB,
         })
         .unwrap();
-    let client =
-        WITH_DUMMY.open_client(admission.backend, admission.fd.unwrap(), None, &mut |_| None);
+    let client = WITH_DUMMY.open_client(
+        admission.backend,
+        admission.fd.unwrap().into_trusted(),
+        None,
+        &mut |_| None,
+    );
     assert_eq!(client.unwrap().unwrap().gpu().name, "Dummy device");
 }
 

@@ -34,6 +34,6 @@ pub fn admit(spec: &ClientSpec) -> (OwnedFd, Held) {
     let gpu = Arc::new(SoftGpu::new("soft0", spec.vram_bytes.max(256 * MIB)));
     thread::spawn(move || server::run(gpu, Duration::from_secs(1), &listener));
     let mut gpu = MediatedGpu::connect(&path).unwrap();
-    let connection = gpu.admit(spec).unwrap().fd.unwrap();
+    let connection = gpu.admit(spec).unwrap().fd.unwrap().into_trusted();
     (connection, Held { _gpu: gpu, _folder: folder })
 }

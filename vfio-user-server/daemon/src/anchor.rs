@@ -12,11 +12,12 @@
 //! does.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use foreign_fds::ForeignFd;
 use ipc::mem::sealed_memfd;
 use ipc::seqpacket::{SeqPacket, SeqPacketListener};
 use log::Level;
@@ -26,7 +27,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use nix::sys::socket::{MsgFlags, Shutdown, getsockopt, recv, setsockopt, shutdown, sockopt};
+use nix::sys::socket::{MsgFlags, Shutdown, getsockopt, setsockopt, shutdown, sockopt};
 use nix::sys::time::TimeVal;
 use vendor_backends::backend::BACKENDS;
 
@@ -93,27 +94,29 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
         works_since: None,
     };
     let ended = anchor.serve();
-    if let Some(session) = anchor.kept.take(Key::SESSION) {
-        close_session(session);
+    let session = anchor.kept.take(Key::SESSION);
+    if let Some(session) = &session {
+        empty_session(session.as_fd());
     }
+    // The end of the process closes all descriptors, and waits for no socket.
+    std::mem::forget((anchor, session));
     ended
 }
 
-/// Closes the VM's connection without messages that were not received: QEMU 11.1 would end with its
-/// VM.
-fn close_session(socket: OwnedFd) {
+/// Empties the VM's connection. Where it closes with messages that were not received, QEMU 11.1
+/// ends with its VM.
+fn empty_session(socket: BorrowedFd<'_>) {
     let mut left = MAX_DISCARDED;
     // The VM sends no more. What comes of a descriptor that is no such socket does not matter.
     let mut is_open = shutdown(socket.as_raw_fd(), Shutdown::Both).is_ok();
     while is_open && left > 0 {
         let mut buffer = [0; 4096];
-        let flags = MsgFlags::MSG_DONTWAIT;
-        let discarded = recv(socket.as_raw_fd(), &mut buffer, flags).unwrap_or(0);
+        let flags = MsgFlags::MSG_DONTWAIT.bits();
+        let received = foreign_fds::receive(socket, &mut buffer, 0, flags, drop);
+        let discarded = received.map_or(0, |received| received.bytes);
         left = left.saturating_sub(discarded);
         is_open = discarded > 0;
     }
-    // The anchor is about to end, and its threads with it.
-    drop(socket);
 }
 
 /// Returns what a worker's start reads: its program and the C library.
@@ -311,7 +314,8 @@ impl Anchor {
         let mut buffer = [0; Message::BYTES + 1];
         let packet = socket.recv_with_fds(&mut buffer)?.ok_or(io::ErrorKind::UnexpectedEof)?;
         let message = Message::decode(&buffer[..packet.len]);
-        let program = packet.fds.into_iter().next();
+        // The manager is trusted.
+        let program = packet.fds.into_iter().next().map(ForeignFd::into_trusted);
         let (Some(Message::Keep(Key::PROGRAM)), Some(program)) = (message, program) else {
             return Err(io::ErrorKind::InvalidData.into());
         };

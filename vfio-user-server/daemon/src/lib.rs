@@ -23,6 +23,7 @@ pub mod backend;
 pub mod blocking;
 pub mod callouts;
 pub mod console;
+pub mod foreign_stream;
 pub mod gpu_process;
 pub mod guest_pieces;
 pub mod http;

@@ -5,14 +5,16 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use mdev_core::definition::store::SCRIPTS;
 use mdev_core::ids::VgpuId;
 use nix::sys::stat::{Mode, umask};
 use tokio::net::UnixListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use crate::api::Api;
 use crate::api::access::{Group, Rules};
@@ -26,6 +28,11 @@ use crate::web_console::server;
 use crate::web_console::sessions::Sessions;
 use crate::{http_server, spawn, systemd};
 use vgpud_api::Version;
+
+/// Limit of the time in which the manager's thread ends its work after a signal. It takes 5 s to
+/// stop workers and GPU processes that do not end, after one request to a GPU process that does not
+/// answer, which takes 4 s.
+const END_LIMIT: Duration = Duration::from_secs(15);
 
 /// Limit of threads that block on a worker's reply.
 const MAX_BLOCKING_THREADS: usize = 64;
@@ -96,20 +103,25 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     .context("Cannot start the manager's thread")?;
     log::info!("Listening on {}", socket.display());
     systemd::ready();
-    runtime.block_on(async {
+    let has_ended = runtime.block_on(async {
         let server = tokio::spawn(server);
         tokio::spawn(service.start_all(auto));
-        signals.relay(&handle, end).await;
+        let has_ended = signals.relay(&handle, end).await;
         server.abort();
+        has_ended
     });
     if owns_socket {
         // The file may be gone already.
         let _ = fs::remove_file(&socket);
     }
     drop(lock);
-    // No wait for blocking threads: a worker that does not answer keeps one busy for up to a
-    // second.
-    runtime.shutdown_background();
+    // The end of the process ends all tasks and threads. Neither a thread that asks a worker nor
+    // the close of a listener, with what is in its connections, is waited for.
+    std::mem::forget(runtime);
+    if !has_ended {
+        let seconds = END_LIMIT.as_secs();
+        bail!("The manager waits for a process, and ends after {seconds} s without it");
+    }
     // A panic of the manager's thread is a bug and ends the process as one.
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     Ok(())
@@ -153,17 +165,28 @@ impl Signals {
         })
     }
 
-    /// Passes signals to the manager until it has ended.
-    async fn relay(mut self, manager: &Handle, mut end: oneshot::Receiver<()>) {
+    /// Passes signals to the manager until it has ended. Returns false if it has not ended within
+    /// [`END_LIMIT`] after the first one.
+    async fn relay(mut self, manager: &Handle, mut end: oneshot::Receiver<()>) -> bool {
         let [terminate, interrupt, hangup] = &mut self.stop;
+        let mut deadline = None;
         loop {
-            tokio::select! {
-                _ = &mut end => return,
-                _ = terminate.recv() => manager.end(Ending::Stop),
-                _ = interrupt.recv() => manager.end(Ending::Stop),
-                _ = hangup.recv() => manager.end(Ending::Stop),
-                _ = self.leave.recv() => manager.end(Ending::Leave),
-            }
+            let late = async {
+                match deadline {
+                    Some(deadline) => tokio::time::sleep_until(deadline).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let ending = tokio::select! {
+                _ = &mut end => return true,
+                () = late => return false,
+                _ = terminate.recv() => Ending::Stop,
+                _ = interrupt.recv() => Ending::Stop,
+                _ = hangup.recv() => Ending::Stop,
+                _ = self.leave.recv() => Ending::Leave,
+            };
+            manager.end(ending);
+            deadline.get_or_insert_with(|| Instant::now() + END_LIMIT);
         }
     }
 }

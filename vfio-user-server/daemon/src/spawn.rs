@@ -15,7 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -210,6 +210,12 @@ pub fn drop_capabilities() -> io::Result<()> {
     Ok(Errno::result(done).map(drop)?)
 }
 
+/// Limit of the bytes of each output of a script, which are in memory.
+const MAX_SCRIPT_OUTPUT: u64 = 16 << 20;
+
+/// Interval at which the length of a script's output is checked.
+const OUTPUT_INTERVAL: Duration = Duration::from_millis(50);
+
 /// Result of a script.
 #[derive(Debug)]
 pub struct Ended {
@@ -222,8 +228,8 @@ pub struct Ended {
 }
 
 /// Runs a script to its end: in `/`, with a minimal environment, in its own session. After
-/// `timeout`, the script is killed with its process group. At most `max_bytes` of each output are
-/// returned.
+/// `timeout`, or once it has written [`MAX_SCRIPT_OUTPUT`], the script is killed with its process
+/// group. At most `max_bytes` of each output are returned.
 pub fn script(
     path: &Path,
     args: &[&str],
@@ -252,15 +258,35 @@ pub fn script(
         });
     }
     let process = Process::of_child(command.spawn()?)?;
-    if !process.wait(timeout) {
+    let deadline = Instant::now() + timeout;
+    let has_much =
+        |file: &File| file.metadata().is_ok_and(|written| written.len() > MAX_SCRIPT_OUTPUT);
+    let mut failure = None;
+    while failure.is_none() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if process.wait(left.min(OUTPUT_INTERVAL)) {
+            break;
+        }
+        failure = if has_much(&stdout) || has_much(&stderr) {
+            let what =
+                format!("it wrote more than {} MiB, and was killed", MAX_SCRIPT_OUTPUT >> 20);
+            Some(io::Error::other(what))
+        } else if left <= OUTPUT_INTERVAL {
+            let seconds = timeout.as_secs_f32();
+            let what = format!("it did not end within {seconds} s, and was killed");
+            Some(io::Error::new(io::ErrorKind::TimedOut, what))
+        } else {
+            None
+        };
+    }
+    if let Some(failure) = failure {
         // The script leads its process group. It has not been reaped, so its number is not reused.
         let group = nix::unistd::Pid::from_raw(process.pid().cast_signed());
         if let Err(error) = nix::sys::signal::killpg(group, Signal::SIGKILL) {
             log::warn!("Cannot kill {}: {error}", path.display());
         }
         process.leave();
-        let what = format!("it did not end within {} s, and was killed", timeout.as_secs_f32());
-        return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+        return Err(failure);
     }
     let status = process.exit_status()?;
     let read = |mut file: File| {

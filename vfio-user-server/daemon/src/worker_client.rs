@@ -4,8 +4,10 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use mdev_core::device::{ConfigWrite, Scanout};
 use mdev_core::gpu::StagedCopy;
@@ -16,6 +18,8 @@ use crate::worker::journal::descriptors::{Key, Message};
 use crate::worker_protocol::{
     MAX_PROCESSES, MemoryRange, OLDEST, Restored, VERSION, WorkerReply, WorkerRequest, WorkerStatus,
 };
+
+pub mod passed_files;
 
 /// Limit of the wait for a worker's reply. A worker replies between two requests of its VM, which
 /// take microseconds.
@@ -73,22 +77,31 @@ fn status_within(timeout: Duration, control: &Path) -> io::Result<WorkerStatus> 
     }
 }
 
-/// Requests the statuses of many workers at once: those that do not answer cost one wait together.
+/// Requests the statuses of many workers at once: those that do not answer cost one wait together,
+/// of three times [`TIMEOUT`] at most. A thread that waits longer is left.
 pub fn statuses(controls: &[PathBuf]) -> Vec<io::Result<WorkerStatus>> {
     let mut statuses = Vec::with_capacity(controls.len());
     for some in controls.chunks(MAX_ASKED) {
         let asked: Vec<_> = some
             .iter()
             .map(|control| {
-                let control = control.clone();
-                spawn::thread("ask-worker", move || status(&control))
+                let (control, (answer, answered)) = (control.clone(), mpsc::channel());
+                // An error means that the answer came too late.
+                let ask = move || drop(answer.send(status(&control)));
+                spawn::thread("ask-worker", ask).map(|_| answered)
             })
             .collect();
-        statuses.extend(asked.into_iter().map(|asked| {
-            asked?.join().unwrap_or_else(|_| Err(io::Error::other("The question has failed")))
+        let deadline = Instant::now() + 3 * TIMEOUT;
+        statuses.extend(asked.into_iter().map(|answered| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            answered?.recv_timeout(left).unwrap_or_else(|_| Err(silent()))
         }));
     }
     statuses
+}
+
+fn silent() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "The worker does not answer")
 }
 
 /// Makes a worker's words fit for a terminal: a worker that its VM has compromised chooses them.
@@ -105,7 +118,7 @@ fn shown(mut status: WorkerStatus) -> WorkerStatus {
 
 /// Requests the scanout of a worker's display, with the descriptors that the worker passes. A
 /// worker that was compromised can pass any.
-pub fn scanout(control: &Path) -> io::Result<(io::Result<Scanout>, Vec<OwnedFd>)> {
+pub fn scanout(control: &Path) -> io::Result<(io::Result<Scanout>, Vec<ForeignFd>)> {
     let (reply, fds) = exchange(control, &WorkerRequest::Scanout, &[], Takes::Fds)?;
     let scanout = match reply {
         WorkerReply::Scanout(scanout) => Ok(scanout),
@@ -256,9 +269,9 @@ fn with_memory(
 ) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
     let (reply, fds) = exchange_within(SAVE_TIMEOUT, control, message, fds, Takes::Fds)?;
     if fds.iter().all(|fd| foreign_fds::is_memory(fd.as_fd())) {
-        return Ok((reply, fds));
+        return Ok((reply, fds.into_iter().map(ForeignFd::into_trusted).collect()));
     }
-    fds.into_iter().for_each(foreign_fds::close);
+    passed_files::refuse(control, fds);
     Err(io::Error::other("The worker passes a file that is not memory"))
 }
 
@@ -356,7 +369,7 @@ fn exchange(
     message: &WorkerRequest,
     fds: &[BorrowedFd<'_>],
     takes: Takes,
-) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
+) -> io::Result<(WorkerReply, Vec<ForeignFd>)> {
     exchange_within(TIMEOUT, control, message, fds, takes)
 }
 
@@ -366,12 +379,24 @@ fn exchange_within(
     message: &WorkerRequest,
     fds: &[BorrowedFd<'_>],
     takes: Takes,
-) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
-    let socket = match takes {
-        Takes::Fds => SeqPacket::connect_with_timeout(control, timeout)?,
-        Takes::NoFds => SeqPacket::connect_without_fds(control, timeout)?,
+) -> io::Result<(WorkerReply, Vec<ForeignFd>)> {
+    // The listener of a worker that is stopped has no room for a connection after some time.
+    let late = |error: io::Error| match error.kind() {
+        io::ErrorKind::WouldBlock => silent(),
+        _ => error,
     };
-    exchange_on(&socket, message, fds, takes)
+    if matches!(takes, Takes::NoFds) {
+        let socket = SeqPacket::connect_without_fds(control, timeout).map_err(late)?;
+        return exchange_on(&socket, message, fds, takes);
+    }
+    passed_files::check(control)?;
+    let socket = SeqPacket::connect_with_timeout(control, timeout).map_err(late)?;
+    let result = exchange_on(&socket, message, fds, takes);
+    // Too many files, or a reply that is none.
+    if result.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::InvalidData) {
+        passed_files::refuse(control, []);
+    }
+    result
 }
 
 fn exchange_on(
@@ -379,7 +404,7 @@ fn exchange_on(
     message: &WorkerRequest,
     fds: &[BorrowedFd<'_>],
     takes: Takes,
-) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
+) -> io::Result<(WorkerReply, Vec<ForeignFd>)> {
     socket.send(&serde_json::to_vec(message)?, fds)?;
     let mut buffer = vec![0; MAX_PACKET];
     let packet = match takes {
@@ -387,9 +412,7 @@ fn exchange_on(
         Takes::NoFds => socket.recv(&mut buffer),
     };
     let packet = packet.map_err(|error| match error.kind() {
-        io::ErrorKind::WouldBlock => {
-            io::Error::new(io::ErrorKind::TimedOut, "The worker does not answer")
-        }
+        io::ErrorKind::WouldBlock => silent(),
         _ => error,
     })?;
     let packet = packet.ok_or_else(|| {
@@ -398,7 +421,7 @@ fn exchange_on(
     match serde_json::from_slice(&buffer[..packet.len]) {
         Ok(reply) => Ok((reply, packet.fds)),
         Err(error) => {
-            packet.fds.into_iter().for_each(foreign_fds::close);
+            foreign_fds::close_all(packet.fds.into_iter().map(ForeignFd::into_trusted));
             // The text may quote the reply.
             let error = one_line(&error.to_string(), MAX_TEXT);
             Err(io::Error::new(io::ErrorKind::InvalidData, error))

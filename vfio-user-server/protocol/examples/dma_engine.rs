@@ -12,10 +12,10 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 
+use foreign_fds::ForeignFd;
 use vfio_user_server::device::{Device, pci};
 use vfio_user_server::dma::{DmaMap, DmaUnmap};
 use vfio_user_server::errno::Errno;
@@ -65,7 +65,7 @@ impl GuestMemory {
     fn map(&mut self, map: DmaMap) {
         // The device cannot reach memory without a descriptor. A read of a file that is not memory
         // could wait for a file system for ever.
-        let Some(fd) = map.fd.filter(|fd| foreign_fds::is_memory(fd.as_fd())) else { return };
+        let Some(fd) = map.fd.and_then(ForeignFd::into_memory) else { return };
         let DmaMap { address, size, offset, readable, writable, .. } = map;
         self.0.insert(address, GuestRange { size, file: fd.into(), offset, readable, writable });
     }

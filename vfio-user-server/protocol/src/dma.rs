@@ -1,7 +1,8 @@
 //! Mappings of the client's memory for the device.
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+
+use foreign_fds::ForeignFd;
 
 use crate::errno::Errno;
 
@@ -19,7 +20,7 @@ pub struct DmaMap {
     /// True if the device may write the range.
     pub writable: bool,
     /// File with the memory, if the client shares it.
-    pub fd: Option<OwnedFd>,
+    pub fd: Option<ForeignFd>,
 }
 
 /// Mappings to remove.

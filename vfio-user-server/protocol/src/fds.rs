@@ -1,16 +1,17 @@
 //! File descriptors of a message.
 
 use std::array;
-use std::os::fd::OwnedFd;
+
+use foreign_fds::ForeignFd;
 
 /// Limit of descriptors per message. QEMU refuses servers with a higher limit.
 pub const MAX_FDS: usize = 16;
 
 /// List of up to [`MAX_FDS`] descriptors, in the order of arrival, without allocations. Dropping it
-/// closes the descriptors without waiting for their file systems.
+/// closes the descriptors without waiting for what they belong to.
 #[derive(Debug, Default)]
 pub struct Fds {
-    fds: [Option<OwnedFd>; MAX_FDS],
+    fds: [Option<ForeignFd>; MAX_FDS],
     len: usize,
 }
 
@@ -21,7 +22,8 @@ impl Fds {
     }
 
     /// Adds a descriptor, or returns it if there is no room.
-    pub fn push(&mut self, fd: OwnedFd) -> Result<(), OwnedFd> {
+    pub fn push(&mut self, fd: impl Into<ForeignFd>) -> Result<(), ForeignFd> {
+        let fd = fd.into();
         let Some(slot) = self.fds.get_mut(self.len) else { return Err(fd) };
         *slot = Some(fd);
         self.len += 1;
@@ -45,22 +47,16 @@ impl Fds {
     }
 
     /// Iterates over the descriptors.
-    pub fn iter(&self) -> impl Iterator<Item = &OwnedFd> {
+    pub fn iter(&self) -> impl Iterator<Item = &ForeignFd> {
         self.fds.iter().flatten()
     }
 }
 
-impl Drop for Fds {
-    fn drop(&mut self) {
-        self.fds.iter_mut().filter_map(Option::take).for_each(foreign_fds::close);
-    }
-}
-
 impl IntoIterator for Fds {
-    type Item = OwnedFd;
-    type IntoIter = std::iter::Flatten<array::IntoIter<Option<OwnedFd>, MAX_FDS>>;
+    type Item = ForeignFd;
+    type IntoIter = std::iter::Flatten<array::IntoIter<Option<ForeignFd>, MAX_FDS>>;
 
-    fn into_iter(mut self) -> Self::IntoIter {
-        std::mem::take(&mut self.fds).into_iter().flatten()
+    fn into_iter(self) -> Self::IntoIter {
+        self.fds.into_iter().flatten()
     }
 }

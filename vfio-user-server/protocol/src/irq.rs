@@ -4,6 +4,7 @@ use vfio_bindings::bindings::vfio::{
     VFIO_IRQ_INFO_AUTOMASKED, VFIO_IRQ_INFO_EVENTFD, VFIO_IRQ_INFO_MASKABLE, VFIO_IRQ_INFO_NORESIZE,
 };
 
+use foreign_fds::ForeignFd;
 use pci_registers::{Interrupts, IrqError, IrqIndex};
 
 use crate::errno::Errno;
@@ -98,7 +99,7 @@ impl IrqCommand<'_> {
                 Ok(())
             }
             Self::Assign { action: IrqAction::Trigger, start, eventfds } => {
-                let events = eventfds.into_iter().map(Some).collect();
+                let events = eventfds.into_iter().map(ForeignFd::into_eventfd).collect();
                 interrupts.set_triggers(index, start, events)
             }
             Self::Unassign { action: IrqAction::Trigger, start, count } => {
@@ -106,7 +107,8 @@ impl IrqCommand<'_> {
                 interrupts.set_triggers(index, start, events)
             }
             Self::Assign { action: IrqAction::Unmask, start: 0, eventfds } => {
-                interrupts.set_unmask_event(index, eventfds.into_iter().next())
+                let event = eventfds.into_iter().next().and_then(ForeignFd::into_eventfd);
+                interrupts.set_unmask_event(index, event)
             }
             Self::Unassign { action: IrqAction::Unmask, .. } => {
                 interrupts.set_unmask_event(index, None)

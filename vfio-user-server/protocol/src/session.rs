@@ -17,6 +17,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
+use foreign_fds::ForeignSocket;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -109,7 +110,7 @@ impl From<BadFraming> for Closed {
 /// Connection of one client.
 #[derive(Debug)]
 pub struct Session {
-    socket: OwnedFd,
+    socket: ForeignSocket,
     receiver: Receiver,
     sender: Sender,
     state: SessionState,
@@ -123,7 +124,7 @@ pub struct Session {
 /// Second socket of a session, for the device's requests (capability `twin_socket`).
 #[derive(Debug)]
 struct Twin {
-    socket: OwnedFd,
+    socket: ForeignSocket,
     receiver: Receiver,
     sender: Sender,
 }
@@ -131,6 +132,7 @@ struct Twin {
 impl Session {
     /// Returns a session on a connected stream socket.
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
+        let socket = ForeignSocket::from(socket);
         // Each receive call chooses by its flags whether it blocks.
         let flags = OFlag::from_bits_retain(fcntl(&socket, FcntlArg::F_GETFL)?);
         if flags.contains(OFlag::O_NONBLOCK) {
@@ -412,7 +414,8 @@ impl Session {
         if let Some((server_end, client_end)) = new_twin {
             fds.push(client_end.as_fd());
             let (receiver, sender) = (Receiver::default(), Sender::default());
-            self.twin = Some(Twin { socket: server_end, receiver, sender });
+            self.twin =
+                Some(Twin { socket: ForeignSocket::refusing(server_end), receiver, sender });
             return Ok(self.sender.send(socket, &fds)?);
         }
         if !is_journaled {

@@ -3,16 +3,16 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use crate::fds::{Fds, MAX_FDS};
+use foreign_fds::ForeignFd;
 
-const _: () = assert!(MAX_FDS <= foreign_fds::MAX_RECEIVED);
+use crate::fds::{Fds, MAX_FDS};
 
 /// Result of [`receive`].
 #[derive(Clone, Copy, Debug)]
 pub struct Received {
     /// Number of bytes received; 0 if the peer has closed the connection.
     pub bytes: usize,
-    /// True if more descriptors arrived than fit. The surplus was discarded.
+    /// True if more descriptors arrived than fit. The surplus was closed.
     pub surplus_fds: bool,
 }
 
@@ -74,12 +74,7 @@ pub fn receive(
     };
     let mut has_no_room = false;
     let received = loop {
-        let take = |fd| {
-            if let Err(fd) = fds.push(fd) {
-                has_no_room = true;
-                foreign_fds::close(fd);
-            }
-        };
+        let take = |fd: ForeignFd| has_no_room |= fds.push(fd).is_err();
         match foreign_fds::receive(socket, buffer, MAX_FDS, flags, take) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             received => break received?,

@@ -7,6 +7,10 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 
+use foreign_fds::ForeignFd;
+use nix::sys::eventfd::EventFd;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
 use crate::device::{Area, Device, IoEventFd, Mapping, Region, pci};
 use crate::dma::{DmaMap, DmaUnmap};
 use crate::errno::Errno;
@@ -14,8 +18,6 @@ use crate::irq::{Irq, IrqCommand};
 use crate::migration::{DirtyPages, DmaLogging, DmaRange, Migration, MigrationState};
 use crate::proto::message::{Feature, FeatureAccess};
 use crate::transfer::{Transfer, TransferKind, Transfers};
-use nix::sys::eventfd::EventFd;
-use nix::sys::memfd::{MFdFlags, memfd_create};
 
 /// MSI vectors of the device.
 const MSI_COUNT: u32 = 8;
@@ -143,7 +145,7 @@ impl Device for CheckingDevice {
             IrqCommand::Disable => self.eventfds.clear(),
             IrqCommand::Assign { start, eventfds, .. } => {
                 assert!(!eventfds.is_empty() && start as usize + eventfds.len() <= count as usize);
-                self.eventfds.extend(eventfds);
+                self.eventfds.extend(eventfds.into_iter().map(ForeignFd::into_trusted));
                 self.eventfds.truncate(16);
             }
             IrqCommand::Unassign { start, count: n, .. } => assert!(n > 0 && start + n <= count),

@@ -48,9 +48,8 @@ pub struct Wakeups {
 impl WakeupReceiver {
     /// Creates a receiver and its senders.
     pub fn new() -> io::Result<(Self, WakeupSenders)> {
-        let (socket, ours) = SeqPacket::pair()?;
         // A descriptor is no wake-up, and the engine does not wait for its close.
-        socket.refuse_fds();
+        let (socket, ours) = SeqPacket::pair_without_fds()?;
         let event = new_event()?;
         let sender = event.as_fd().try_clone_to_owned()?;
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;

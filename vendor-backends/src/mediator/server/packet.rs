@@ -1,10 +1,11 @@
 //! Receiving requests and sending replies.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::thread;
 use std::time::Duration;
 
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::{self, MAX_PACKET, Packet, SeqPacket};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -20,7 +21,7 @@ const MEMORY_PAUSE: Duration = Duration::from_millis(10);
 /// Result of receiving a request.
 pub(super) enum Received<T> {
     /// A request and its file descriptors.
-    Request(T, Vec<OwnedFd>),
+    Request(T, Vec<ForeignFd>),
     /// No packet was available.
     Nothing,
     /// The request cannot be served: it is malformed, or its descriptors were lost for want of room

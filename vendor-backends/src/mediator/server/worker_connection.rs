@@ -4,6 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread;
 
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::SeqPacket;
 use mdev_core::gpu::GpuDescription;
 use mdev_core::ids::MemoryId;
@@ -55,7 +56,7 @@ impl WorkerConnection {
         &mut self,
         answered: &mut Option<Answered>,
         request: Numbered<ClientRequest>,
-        fds: Vec<OwnedFd>,
+        fds: Vec<ForeignFd>,
     ) -> bool {
         let Numbered { number, recorded, body } = request;
         let answered = match (answered, &body) {
@@ -95,7 +96,7 @@ impl WorkerConnection {
         send(&self.socket, &reply, &answer.fds(&self.fds), refuse)
     }
 
-    fn answer(&mut self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Answer {
+    fn answer(&mut self, request: &ClientRequest, fds: Vec<ForeignFd>) -> Answer {
         let answer = match *request {
             ClientRequest::Hello { version, .. } => Ok(self.hello(wire::agreed(version))),
             ClientRequest::Renew => self.renew(),
@@ -151,7 +152,7 @@ impl WorkerConnection {
         Ok(Answer { reply: ClientReply::Logged, attached: Attached::File(file) })
     }
 
-    fn handle(&self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Result<ClientReply, Refusal> {
+    fn handle(&self, request: &ClientRequest, fds: Vec<ForeignFd>) -> Result<ClientReply, Refusal> {
         let vgpu = &self.vgpu;
         let mut fds = fds.into_iter();
         match *request {
@@ -160,7 +161,7 @@ impl WorkerConnection {
             | ClientRequest::Save
             | ClientRequest::LogWrites(_) => return Err(Refusal::Message),
             ClientRequest::Import { offset, len, writable } => {
-                let fd = fds.next().ok_or(Refusal::Descriptor)?;
+                let fd = fds.next().and_then(ForeignFd::into_memory).ok_or(Refusal::Descriptor)?;
                 return Ok(ClientReply::Imported(vgpu.import(&fd, offset, len, writable)?));
             }
             ClientRequest::Release(memory) => vgpu.release(memory)?,
@@ -177,7 +178,10 @@ impl WorkerConnection {
             ClientRequest::QueryChannel(id) => {
                 return Ok(ClientReply::Status(vgpu.query_channel(id)?));
             }
-            ClientRequest::SetInterrupt(vector) => vgpu.set_interrupt(vector, fds.next())?,
+            ClientRequest::SetInterrupt(vector) => {
+                let event = fds.next().map(|fd| fd.into_eventfd().ok_or(Refusal::Descriptor));
+                vgpu.set_interrupt(vector, event.transpose()?)?;
+            }
             ClientRequest::Reset => vgpu.reset()?,
             ClientRequest::Usage => {
                 return Ok(ClientReply::Usage(Box::new(WithoutWaits(vgpu.usage()))));

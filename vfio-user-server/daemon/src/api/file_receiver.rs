@@ -1,87 +1,70 @@
 //! Connections on which an administrator passes a file with a request.
 
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
-use ipc::seqpacket::receive_with_fds;
-use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
-use tokio::net::UnixStream;
+use foreign_fds::ForeignFd;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use crate::foreign_stream::ForeignStream;
+
+/// Limit of files that come with one message. Only the last one counts.
+const MAX_FILES: usize = 8;
 
 /// The last file that a client has passed on a connection, until a request takes it.
 #[derive(Clone, Debug, Default)]
-pub struct PassedFile(Arc<Mutex<Option<OwnedFd>>>);
+pub struct PassedFile(Arc<Mutex<Option<ForeignFd>>>);
 
 impl PassedFile {
     /// Takes the file.
-    pub fn take(&self) -> Option<File> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take().map(File::from)
+    pub fn take(&self) -> Option<ForeignFd> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    fn put(&self, files: Vec<OwnedFd>) {
-        for file in files {
-            let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(before) = last.replace(file) {
-                foreign_fds::close(before);
-            }
-        }
+    fn put(&self, file: ForeignFd) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
     }
 }
 
-/// Connection that receives files, if its client is an administrator. The kernel discards those of
-/// others: closing a file can wait for its file system.
+/// Connection that receives files, if its client is an administrator. The kernel refuses those of
+/// others from the first message on, since the listener does ([`foreign_fds::refuse`]). An earlier
+/// kernel passes them, and they are closed.
 #[derive(Debug)]
 pub struct FileReceiver {
-    stream: UnixStream,
+    stream: ForeignStream,
     file: Option<PassedFile>,
 }
 
 impl FileReceiver {
     /// Wraps a connection. Returns what a request takes a file from, too.
-    pub fn new(stream: UnixStream, is_admin: bool) -> (Self, PassedFile) {
-        if !is_admin {
-            foreign_fds::refuse(stream.as_fd());
+    pub fn new(stream: ForeignStream, is_admin: bool) -> (Self, PassedFile) {
+        if let Ok(socket) = stream.descriptor() {
+            if is_admin {
+                foreign_fds::take(socket);
+            } else {
+                foreign_fds::refuse(socket);
+            }
         }
         let file = PassedFile::default();
         (Self { stream, file: is_admin.then(|| file.clone()) }, file)
     }
 }
 
-impl Drop for FileReceiver {
-    fn drop(&mut self) {
-        if let Some(file) = self.file.as_ref().and_then(PassedFile::take) {
-            foreign_fds::close(file.into());
-        }
-    }
-}
-
 impl AsyncRead for FileReceiver {
     fn poll_read(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let Self { stream, file } = &mut *self;
-        let Some(file) = file else { return Pin::new(stream).poll_read(context, buffer) };
-        loop {
-            ready!(stream.poll_read_ready(context))?;
-            let free = buffer.initialize_unfilled();
-            let received =
-                stream.try_io(Interest::READABLE, || receive_with_fds(stream.as_fd(), free));
-            match received {
-                Ok((len, files)) => {
-                    buffer.advance(len);
-                    file.put(files);
-                    return Poll::Ready(Ok(()));
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Poll::Ready(Err(error)),
+        let max_files = if self.file.is_some() { MAX_FILES } else { 0 };
+        let put = |file| {
+            if let Some(passed) = &self.file {
+                passed.put(file);
             }
-        }
+        };
+        self.stream.poll_read_with_fds(context, buffer, max_files, put)
     }
 }
 
@@ -117,12 +100,14 @@ impl AsyncWrite for FileReceiver {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::io::{IoSlice, Read, Seek, Write};
     use std::os::fd::AsRawFd;
 
     use nix::errno::Errno;
     use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
     use tokio::io::AsyncReadExt;
+    use tokio::net::UnixStream;
 
     use super::*;
 
@@ -130,7 +115,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let (near, far) = UnixStream::pair().unwrap();
-            let (mut far, passed) = FileReceiver::new(far, is_admin);
+            let (mut far, passed) = FileReceiver::new(far.into(), is_admin);
             for text in ["first", "second"] {
                 let mut file = tempfile::tempfile().unwrap();
                 file.write_all(text.as_bytes()).unwrap();
@@ -151,7 +136,7 @@ mod tests {
             far.read_to_string(&mut bytes).await.unwrap();
             assert_eq!(bytes, "POSTPOST");
             let mut text = String::new();
-            let mut file = passed.take()?;
+            let mut file = File::from(passed.take()?.into_trusted());
             assert!(passed.take().is_none(), "taken once");
             file.rewind().unwrap();
             file.read_to_string(&mut text).unwrap();
@@ -167,5 +152,28 @@ mod tests {
     #[test]
     fn files_of_others_are_discarded() {
         assert_eq!(received(false), None);
+    }
+
+    #[test]
+    fn files_that_no_request_takes_do_not_stop_the_runtime() {
+        use crate::foreign_stream::tests::{lingering, try_pass, without_waiting};
+        let (near, far) = std::os::unix::net::UnixStream::pair().unwrap();
+        far.set_nonblocking(true).unwrap();
+        let mut peers = Vec::new();
+        // The second one replaces the first one, and the third one is not received.
+        for byte in [b"a", b"b", b"c"] {
+            let (socket, peer) = lingering();
+            try_pass(&near, byte, socket).unwrap();
+            peers.push(peer);
+        }
+        without_waiting(move |runtime| {
+            runtime.block_on(async {
+                let stream = UnixStream::from_std(far).unwrap();
+                let (mut stream, _passed) = FileReceiver::new(stream.into(), true);
+                assert_eq!(stream.read_u8().await.unwrap(), b'a');
+                assert_eq!(stream.read_u8().await.unwrap(), b'b');
+            });
+        });
+        drop(peers);
     }
 }

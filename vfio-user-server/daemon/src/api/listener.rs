@@ -1,12 +1,15 @@
 //! Accepts connections on the control socket. Administrators always have a place.
 
+use std::os::fd::AsFd;
+use std::time::Duration;
+
 use axum::Router;
 use axum::extract::connect_info::ConnectInfo;
-use std::time::Duration;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixListener;
 
 use super::access::{Level, Peer, Rules};
 use super::file_receiver::FileReceiver;
+use crate::foreign_stream::ForeignStream;
 use crate::http_server::slots::Slots;
 use crate::http_server::{IDLE_TIMEOUT, ListenerLog, control_limits, serve_connection};
 
@@ -20,15 +23,17 @@ const BUSY: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: applicat
 pub async fn serve(listener: UnixListener, router: Router, rules: Rules, files: u64) {
     let slots = Slots::new(control_limits(files));
     let mut log = ListenerLog::new("the control socket");
+    // Connections inherit that, also those that are not accepted yet.
+    foreign_fds::refuse(listener.as_fd());
     loop {
         let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+            Ok((stream, _)) => ForeignStream::from(stream),
             Err(error) => {
                 log.accept_failed(&error).await;
                 continue;
             }
         };
-        let peer = Peer::of(&stream).unwrap_or_else(|error| {
+        let peer = stream.descriptor().and_then(Peer::of).unwrap_or_else(|error| {
             log::debug!("Cannot read the credentials of a client of the control socket: {error}");
             Peer::default()
         });
@@ -50,7 +55,7 @@ pub async fn serve(listener: UnixListener, router: Router, rules: Rules, files: 
 }
 
 /// Tells a client that there is no place for its connection, without waiting for the client.
-fn refuse(stream: &UnixStream) {
+fn refuse(stream: &ForeignStream) {
     // The client may have gone.
     let _ = stream.try_write(BUSY);
 }

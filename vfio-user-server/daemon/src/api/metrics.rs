@@ -3,6 +3,7 @@
 //! Each metric is one row: name, help, and value in base units (seconds, bytes, ratios). Names
 //! follow Prometheus' conventions: counters end in `_total`, and the unit is part of the name.
 
+use foreign_fds::Backlog;
 use prometheus::core::Collector;
 use prometheus::{CounterVec, Encoder, GaugeVec, Opts, Registry, TextEncoder};
 
@@ -15,6 +16,19 @@ pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
 type Row<T> = (&'static str, &'static str, fn(&T) -> f64);
 
 const NS: f64 = 1e-9;
+
+const DESCRIPTOR_GAUGES: &[Row<Backlog>] = &[
+    (
+        "tessera_lost_threads",
+        "Threads of vgpud that wait for descriptors of other processes to be closed; at 16, vgpud takes no more files of workers.",
+        |backlog| backlog.lost_threads as f64,
+    ),
+    (
+        "tessera_unclosed_messages",
+        "Messages of other processes for whose descriptors vgpud has no thread left to close them.",
+        |backlog| backlog.waiting as f64,
+    ),
+];
 
 const PARENT_GAUGES: &[Row<ParentStats>] = &[
     ("tessera_parent_up", "Whether the physical GPU accepts vGPUs: 1, or 0 if it is lost.", |p| {
@@ -188,6 +202,12 @@ pub fn text(stats: &Stats, version: &Version) -> prometheus::Result<String> {
     )?;
     build.with_label_values(&[&version.version]).set(1.0);
     add(&registry, build)?;
+    let backlog = foreign_fds::backlog();
+    for (name, help, value) in DESCRIPTOR_GAUGES {
+        let family = gauge(name, help, &[])?;
+        family.with_label_values::<&str>(&[]).set(value(&backlog));
+        add(&registry, family)?;
+    }
     for (name, help, value) in PARENT_GAUGES {
         let family = gauge(name, help, &["parent"])?;
         for parent in &stats.parents {

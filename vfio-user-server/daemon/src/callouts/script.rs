@@ -242,4 +242,12 @@ mod tests {
         assert_eq!(in_folder(folder), std::slice::from_ref(&path));
         assert_eq!(in_folder(&folder.join("none")), Vec::<PathBuf>::new());
     }
+
+    #[test]
+    fn script_that_writes_without_end_is_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = script(dir.path(), "yes");
+        let ended = spawn::script(&path, &[], b"", Duration::from_secs(600), 10).unwrap_err();
+        assert!(ended.to_string().contains("it wrote more than 16 MiB"), "{ended}");
+    }
 }

@@ -9,13 +9,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
-use tokio::net::UnixStream;
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::io::{
+    AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, ReadHalf, WriteHalf,
+};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use super::qemu_keys;
+use crate::foreign_stream::ForeignStream;
 
 /// Timeout of the monitor. QEMU answers at once, unless another client is connected.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -36,7 +37,7 @@ const MAX_ABSOLUTE: u32 = 0x7fff;
 /// Keyboard and pointer of a VM, for one viewer.
 #[derive(Debug)]
 pub struct QmpInput {
-    writer: OwnedWriteHalf,
+    writer: WriteHalf<ForeignStream>,
     reader: JoinHandle<()>,
     /// Whether the VM has an absolute pointer (a tablet). A mouse gets relative motion.
     absolute: bool,
@@ -58,14 +59,14 @@ impl QmpInput {
     }
 
     async fn greet(path: &Path, vm: i32) -> io::Result<Self> {
-        let stream = UnixStream::connect(path).await?;
+        let stream = ForeignStream::connect_without_fds(path)?;
         let listener = stream.peer_cred()?.pid().unwrap_or_default();
         if listener != vm {
             return Err(io::Error::other(format!(
                 "it belongs to process {listener}, and the vGPU's VM is process {vm}; name that VM's monitor"
             )));
         }
-        let (reader, writer) = stream.into_split();
+        let (reader, writer) = tokio::io::split(stream);
         let mut reader = BufReader::new(reader);
         let greeting = read_line(&mut reader).await?;
         if greeting.get("QMP").is_none() {
@@ -195,7 +196,7 @@ impl Drop for QmpInput {
 }
 
 /// Reads the next message from QEMU.
-async fn read_line(reader: &mut BufReader<OwnedReadHalf>) -> io::Result<Value> {
+async fn read_line(reader: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Value> {
     let mut line = Vec::new();
     reader.take(MAX_LINE).read_until(b'\n', &mut line).await?;
     if line.is_empty() {
@@ -205,7 +206,7 @@ async fn read_line(reader: &mut BufReader<OwnedReadHalf>) -> io::Result<Value> {
 }
 
 /// Reads the result of a command, and skips events.
-async fn read_result(reader: &mut BufReader<OwnedReadHalf>) -> io::Result<Value> {
+async fn read_result(reader: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Value> {
     loop {
         let mut message = read_line(reader).await?;
         if let Some(value) = message.get_mut("return") {
@@ -218,7 +219,7 @@ async fn read_result(reader: &mut BufReader<OwnedReadHalf>) -> io::Result<Value>
 }
 
 /// Reads and discards QEMU's messages, so that its output buffer stays empty; logs errors.
-async fn discard(mut reader: BufReader<OwnedReadHalf>) {
+async fn discard(mut reader: BufReader<ReadHalf<ForeignStream>>) {
     while let Ok(message) = read_line(&mut reader).await {
         if let Some(error) = message.get("error") {
             log::debug!("QEMU refuses an input event: {error}");
@@ -354,5 +355,35 @@ mod tests {
                 assert_eq!(opened.unwrap_err().to_string(), reason);
             });
         }
+    }
+
+    #[test]
+    fn a_monitor_that_attaches_descriptors_does_not_stop_the_runtime() {
+        use crate::foreign_stream::tests::{lingering, try_pass, without_waiting};
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qmp");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let monitor = std::thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            let mut peers = Vec::new();
+            // From Linux 6.16 on, the kernel refuses them. Two are not read.
+            for line in [&b"{\"QMP\": {}}\n"[..], b"\n", b"\n"] {
+                let (socket, peer) = lingering();
+                let refused = try_pass(&stream, line, socket).is_err();
+                peers.push(peer);
+                // The connection ends because of the first empty line.
+                if refused && io::Write::write_all(&mut &stream, line).is_err() {
+                    break;
+                }
+            }
+            while io::Read::read(&mut &stream, &mut [0; 256]).is_ok_and(|read| read > 0) {}
+            peers
+        });
+        let own = std::process::id().cast_signed();
+        let opened = without_waiting(move |runtime| {
+            runtime.block_on(async { QmpInput::open(&path, own).await.map(drop) })
+        });
+        assert!(opened.is_err());
+        drop(monitor.join().unwrap());
     }
 }

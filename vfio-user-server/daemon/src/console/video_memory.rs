@@ -4,48 +4,25 @@
 //! waits for its server, so the file must be shared memory, or a BAR in sysfs, by the kernel's own
 //! account.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
+use std::path::Path;
 
+use foreign_fds::ForeignFd;
 use mdev_core::device::Scanout;
 use mdev_core::untrusted::{TABLE, any_line, read_text};
 
-use crate::worker_client;
-
-/// Workers whose file is being closed, by their control sockets.
-static CLOSING: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+use crate::worker_client::{self, passed_files};
 
 /// Requests a worker's scanout and the video memory that holds it.
 pub fn locate(control: &Path) -> io::Result<(Scanout, Option<OwnedFd>)> {
-    let refused = || io::Error::other("The worker passes a file that is not video memory");
-    if closing(|workers| workers.contains(control)) {
-        return Err(refused());
-    }
     let (scanout, fds) = worker_client::scanout(control)?;
     if fds.iter().all(|fd| is_video_memory(fd.as_fd())) {
-        return Ok((scanout?, fds.into_iter().next()));
+        return Ok((scanout?, fds.into_iter().next().map(ForeignFd::into_trusted)));
     }
-    close(control, fds);
-    scanout.and_then(|_| Err(refused()))
-}
-
-/// Closes a worker's descriptors on a thread of their own. Until then no more are taken from it.
-fn close(control: &Path, fds: Vec<OwnedFd>) {
-    let control = control.to_owned();
-    closing(|workers| workers.insert(control.clone()));
-    thread::spawn(move || {
-        drop(fds);
-        closing(|workers| workers.remove(&control));
-    });
-}
-
-fn closing<T>(change: impl FnOnce(&mut BTreeSet<PathBuf>) -> T) -> T {
-    change(&mut CLOSING.lock().unwrap_or_else(PoisonError::into_inner))
+    passed_files::refuse(control, fds);
+    scanout.and_then(|_| Err(io::Error::other("The worker passes a file that is not video memory")))
 }
 
 fn is_video_memory(fd: BorrowedFd<'_>) -> bool {

@@ -15,6 +15,7 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use foreign_fds::ForeignSocket;
 use ipc::seqpacket::SeqPacketListener;
 use mdev_core::definition::{Attrs, Definition, Owner};
 use mdev_core::ids::VgpuId;
@@ -90,7 +91,7 @@ pub fn create_private_dir(folder: &Path) -> io::Result<()> {
 #[derive(Debug)]
 pub struct Sockets {
     /// For the VM.
-    pub vfio: OwnedFd,
+    pub vfio: ForeignSocket,
     /// For the manager.
     pub control: SeqPacketListener,
     /// For CUDA programs, if the vGPU is for them, too.
@@ -117,7 +118,7 @@ pub fn listen(
     let control = own(run_dir.worker_socket(vgpu))?;
     let upgrade = own(run_dir.upgrade_socket(vgpu))?;
     let mut owned = vec![run_dir.vfio_socket(vgpu)];
-    let vfio = bind(&owned[0])?.into();
+    let vfio = OwnedFd::from(bind(&owned[0])?).into();
     let mut of_programs = None;
     if programs {
         owned.push(run_dir.cuda_socket(vgpu));

@@ -89,6 +89,17 @@ fn exit_timeout(others: usize) -> Duration {
 /// Request that waits for the end of a vGPU, or for the reason why it does not end.
 pub type StopWaiter = oneshot::Sender<Result<()>>;
 
+/// Running worker that an earlier manager started.
+#[derive(Debug)]
+pub enum Found {
+    /// It answers, and reports its client.
+    Answering(Option<AttachedClient>),
+    /// It is of an unsupported version, for this reason.
+    Foreign(String),
+    /// It does not answer. Whether a client is attached is unknown.
+    Silent,
+}
+
 /// Result of a worker's death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterDeath {
@@ -262,41 +273,48 @@ impl Vgpu {
         let process = worker::spawn(&label, &spec, &sockets, gpu, &env.worker_users)?;
         let (name, pid) = (&self.profile.name, process.pid());
         log::info!("vGPU {} of type {name} runs in process {pid}", self.id);
-        let worker = self.watched(env, process, None);
+        let mut worker = self.watched(env, process);
+        worker.tie(self.id);
         self.apply(Event::Launched(worker));
         self.write_record(&env.run_dir)
     }
 
-    /// Takes over the worker that an earlier manager started. `foreign` says why the worker cannot
-    /// be queried, if so.
-    pub fn adopt(
-        &mut self,
-        env: &Environment,
-        process: Process,
-        client: Option<AttachedClient>,
-        foreign: Option<String>,
-    ) {
-        let is_foreign = foreign.is_some();
+    /// Takes over the worker that an earlier manager started.
+    pub fn adopt(&mut self, env: &Environment, process: Process, found: Found) {
         vgpu_names::set(self.id, self.name());
-        let worker = self.watched(env, process, foreign);
-        self.lifecycle = if is_foreign {
-            Lifecycle::foreign(worker)
-        } else {
-            Lifecycle::adopted(worker, client)
+        let mut worker = self.watched(env, process);
+        // A connection to a worker that does not answer may wait.
+        if !matches!(found, Found::Silent) {
+            worker.tie(self.id);
+        }
+        self.lifecycle = match found {
+            Found::Answering(client) => Lifecycle::adopted(worker, client),
+            Found::Silent => Lifecycle::adopted(worker, None),
+            Found::Foreign(reason) => {
+                worker.foreign = Some(reason);
+                Lifecycle::foreign(worker)
+            }
         };
     }
 
-    fn watched(&self, env: &Environment, process: Process, foreign: Option<String>) -> Worker {
+    fn watched(&self, env: &Environment, process: Process) -> Worker {
         let generation = env.watcher.generation();
         env.watcher.watch(&process, Watched::Worker(self.id, generation));
-        let control = env.run_dir.worker_socket(self.id);
-        Worker::connect(self.id, process, generation, &control, foreign)
+        Worker::new(process, generation, env.run_dir.worker_socket(self.id))
     }
 
     /// Records the client that the worker reported. A report of an earlier worker has no effect.
     pub fn client_reported(&mut self, report: &ClientReport) {
         let client = report.client;
-        if self.pid() != Some(report.worker) || self.state().client() == client {
+        if self.pid() != Some(report.worker) {
+            return;
+        }
+        let id = self.id;
+        if let Some(worker) = self.lifecycle.worker_mut() {
+            // One that did not answer when this manager began.
+            worker.tie(id);
+        }
+        if self.state().client() == client {
             return;
         }
         match self.lifecycle.apply(Event::ClientReported(client)) {

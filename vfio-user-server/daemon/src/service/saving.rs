@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use axum::body::Body;
+use foreign_fds::ForeignFd;
 use mdev_core::ids::VgpuId;
 use mdev_core::stream::{Head, MAX_STATE, MemoryChunk, MemoryReader, StreamWriter};
 use tokio::sync::Notify;
@@ -154,13 +155,21 @@ impl Service {
     }
 
     /// Restores a vGPU from the vGPU of this index in a file with a stream, as [`Self::restore`].
-    pub async fn restore_file(&self, id: VgpuId, file: File, index: usize) -> Result<RestoredVgpu> {
+    pub async fn restore_file(
+        &self,
+        id: VgpuId,
+        file: ForeignFd,
+        index: usize,
+    ) -> Result<RestoredVgpu> {
         let reserved = self.saving.reserve(id)?;
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         blocking::run(move || {
             let _reserved = reserved;
             check(&saveable.control, id)?;
-            restoring::read_file(&saveable, id, &file, index)
+            let file = File::from(file.into_trusted());
+            let restored = restoring::read_file(&saveable, id, &file, index);
+            foreign_fds::close(file.into());
+            restored
         })
         .await?
     }

@@ -41,6 +41,11 @@ impl Process {
         Ok(Self { pid, pidfd: open_pidfd(pid)?, child: Some(child) })
     }
 
+    /// Returns another handle of the process, without its exit status.
+    pub fn another(&self) -> io::Result<Self> {
+        Ok(Self { pid: self.pid, pidfd: self.pidfd.try_clone()?, child: None })
+    }
+
     /// Takes a running process.
     pub fn find_running(pid: u32) -> io::Result<Self> {
         Ok(Self { pid, pidfd: open_pidfd(pid)?, child: None })

@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 
 use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest};
@@ -31,7 +32,11 @@ impl ControlConnection {
                 );
                 Err(io::Error::new(io::ErrorKind::InvalidData, reason))
             }
-            request => Ok(Some((request, packet.fds.into_iter().next()))),
+            // The manager is trusted.
+            request => {
+                let fd = packet.fds.into_iter().next().map(ForeignFd::into_trusted);
+                Ok(Some((request, fd)))
+            }
         }
     }
 

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use foreign_fds::ForeignSocket;
 use ipc::seqpacket::SeqPacketListener;
 use log::Level;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -224,7 +225,8 @@ impl Worker {
         // The end of the previous session may not have been handled yet.
         self.drive_session(ops);
         let stream = match self.listener.accept() {
-            Ok((stream, _)) => stream,
+            // A refused client may have sent descriptors.
+            Ok((stream, _)) => ForeignSocket::from(OwnedFd::from(stream)),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
                 self.log_limited(Level::Warn, format_args!("Cannot accept a VM: {error}"));
@@ -264,7 +266,7 @@ impl Worker {
             self.log_limited(Level::Warn, line);
             return;
         }
-        let session = match Session::new(stream.into()) {
+        let session = match Session::new(stream.into_fd()) {
             Ok(session) => session,
             Err(error) => {
                 log::warn!("Cannot serve process {}: {error}", client.pid);

@@ -152,7 +152,7 @@ impl Device for Function {
         if let (Some(recorder), Some(fd)) = (&mut self.recorder, &map.fd) {
             recorder.keep(Key::memory(map.address), fd.as_fd());
         }
-        let file = map.fd.map(|fd| (fd, map.offset));
+        let file = map.fd.map(|fd| (fd.into_trusted(), map.offset));
         self.inner
             .dma_map(GuestPa(map.address), map.size, access, file)
             .map_err(|error| mem_errno(&error))

@@ -14,7 +14,7 @@ mod throttle;
 mod unread;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -64,7 +64,7 @@ pub struct Changes {
     /// New descriptors.
     pub watch: Vec<Source>,
     /// Descriptors that are no longer to be watched. They are closed when this is dropped.
-    pub unwatch: Vec<OwnedFd>,
+    pub unwatch: Vec<SeqPacket>,
 }
 
 /// CUDA programs on the vGPU.
@@ -254,7 +254,7 @@ impl Programs {
         }
         // A socket that waits is not watched.
         if !connection.waits {
-            changes.unwatch.push(connection.socket.into());
+            changes.unwatch.push(connection.socket);
         }
     }
 
@@ -273,7 +273,7 @@ impl Programs {
             if let Some(recorder) = function.programs_recorder() {
                 recorder.drop_later(Key::file(source.0));
             }
-            changes.unwatch.push(socket.into());
+            changes.unwatch.push(socket);
         }
     }
 

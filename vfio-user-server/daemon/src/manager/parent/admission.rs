@@ -13,7 +13,7 @@ use crate::manager::cgroups::{Limits, Member};
 use crate::manager::environment::Environment;
 use crate::manager::run_dir;
 use crate::manager::vgpu::{Vgpu, worker};
-use crate::vgpu_names;
+use crate::{vgpu_names, worker_client};
 use vgpud_api::{ErrorCode, ErrorDetail};
 
 impl Parent {
@@ -78,6 +78,7 @@ impl Parent {
         self.forget(id);
         let Some(vgpu) = self.vgpus.remove(&id) else { return };
         let waiters = vgpu.end();
+        worker_client::passed_files::forget(&env.run_dir.worker_socket(id));
         run_dir::remove(&env.run_dir.vgpu(id));
         log::info!("vGPU {id} is stopped");
         // A definition, if there is one, has the name of its own.

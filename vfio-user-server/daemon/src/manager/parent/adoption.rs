@@ -2,7 +2,8 @@
 //!
 //! A worker that answers is adopted together with the VM that is attached to it. A vGPU whose
 //! worker is gone is started again. A worker of an unsupported version continues for its VM until
-//! the vGPU is stopped.
+//! the vGPU is stopped. So does a worker that does not answer, because it is stopped or waits in
+//! the kernel: a VM may be attached to it. It is asked again with each request.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -14,12 +15,11 @@ use super::Parent;
 use crate::manager::Result;
 use crate::manager::environment::Environment;
 use crate::manager::run_dir;
-use crate::manager::vgpu::{Record, Vgpu};
+use crate::manager::vgpu::{Found, Record, Vgpu};
 use crate::spawn::Process;
 use crate::worker_client;
 use crate::worker_protocol::WorkerStatus;
-use vgpud_api::AttachedClient;
-use vgpud_api::{ErrorCode, ErrorDetail};
+use vgpud_api::ErrorDetail;
 
 impl Parent {
     /// Adopts a recorded vGPU if its worker is running. Returns the vGPU if it is to be started
@@ -56,7 +56,7 @@ impl Parent {
                 let pid = process.pid();
                 let user = status.client.map(|vm| format!(", used by process {}", vm.pid));
                 log::info!("Adopted vGPU {id} in process {pid}{}", user.unwrap_or_default());
-                self.take_over(env, vgpu, process, status.client, None);
+                self.take_over(env, vgpu, process, Found::Answering(status.client));
                 if !status.gpu_ok {
                     self.fail_for_lost_gpu(id);
                 }
@@ -66,7 +66,15 @@ impl Parent {
             // An upgrade of vgpud must not end a VM.
             Err(error) if error.kind() == io::ErrorKind::Unsupported => {
                 log::warn!("vGPU {id} continues in process {}: {error}", process.pid());
-                self.take_over(env, vgpu, process, None, Some(error.to_string()));
+                self.take_over(env, vgpu, process, Found::Foreign(error.to_string()));
+                if !gpu_was_running {
+                    self.fail_for_lost_gpu(id);
+                }
+                return None;
+            }
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                log::warn!("vGPU {id} continues in process {}: {error}", process.pid());
+                self.take_over(env, vgpu, process, Found::Silent);
                 if !gpu_was_running {
                     self.fail_for_lost_gpu(id);
                 }
@@ -79,22 +87,16 @@ impl Parent {
         Some(vgpu)
     }
 
-    fn take_over(
-        &mut self,
-        env: &Environment,
-        mut vgpu: Vgpu,
-        process: Process,
-        client: Option<AttachedClient>,
-        foreign: Option<String>,
-    ) {
+    fn take_over(&mut self, env: &Environment, mut vgpu: Vgpu, process: Process, found: Found) {
         let id = vgpu.id;
-        vgpu.adopt(env, process, client, foreign);
+        let answers = !matches!(found, Found::Silent);
+        vgpu.adopt(env, process, found);
         if let Err(error) = self.partitions.admit(id, vgpu.profile.vram_bytes) {
             log::error!("vGPU {id}: {error}");
         }
         // A GPU that is not connected keeps its earlier settings.
         if self.is_ready() {
-            self.readmit(env, &vgpu);
+            self.readmit(env, &vgpu, answers);
             let scheduled = self.schedule(id, vgpu.settings.share, vgpu.profile.max_instances);
             // Attributes that are not given have this manager's defaults, not the earlier
             // manager's.
@@ -108,17 +110,27 @@ impl Parent {
     }
 
     /// Passes a new connection to the GPU to the worker of an adopted vGPU, if the backend uses
-    /// one.
-    fn readmit(&mut self, env: &Environment, vgpu: &Vgpu) {
-        let spec = vgpu.profile.client_spec(vgpu.id);
-        let connection = self.call_gpu(|gpu| gpu.readmit(&spec));
-        let attached = connection.and_then(|connection| match connection {
-            Some(fd) => worker_client::attach(&env.run_dir.worker_socket(vgpu.id), fd.as_fd())
-                .map_err(|error| ErrorDetail::new(ErrorCode::Unavailable, error)),
-            None => Ok(()),
-        });
-        if let Err(error) = attached {
-            log::error!("vGPU {} cannot be scheduled: {error}", vgpu.id);
+    /// one. A worker that does not answer takes the connection when it continues, and is not waited
+    /// for.
+    fn readmit(&mut self, env: &Environment, vgpu: &Vgpu, answers: bool) {
+        let (id, spec) = (vgpu.id, vgpu.profile.client_spec(vgpu.id));
+        let fd = match self.call_gpu(|gpu| gpu.readmit(&spec)) {
+            Ok(Some(fd)) => fd,
+            Ok(None) => return,
+            Err(error) => return log::error!("vGPU {id} cannot be scheduled: {error}"),
+        };
+        let control = env.run_dir.worker_socket(id);
+        let attach = move || worker_client::attach(&control, fd.as_fd());
+        let report = move |attached: io::Result<()>| match attached {
+            Ok(()) => {}
+            Err(error) if !answers => log::warn!("vGPU {id} is scheduled later: {error}"),
+            Err(error) => log::error!("vGPU {id} cannot be scheduled: {error}"),
+        };
+        if answers {
+            report(attach());
+        } else if let Err(error) = env.watcher.run_aside("attach", attach, move |_, it| report(it))
+        {
+            log::error!("vGPU {id} cannot be scheduled: {error}");
         }
     }
 

@@ -2,8 +2,8 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::Path;
-use std::time::Instant;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use ipc::mem::file_of;
 use ipc::seqpacket::SeqPacket;
@@ -25,6 +25,12 @@ const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 4096;
 /// Limit of threads of a worker. A worker has one, and a few for an NVIDIA GPU.
 pub const MAX_THREADS: u64 = 64;
 
+/// Limit of the time that a killed worker takes to end, after which its anchor is left.
+const WORKER_END_LIMIT: Duration = Duration::from_secs(60);
+
+/// Limit of the time that an anchor takes to exit after its worker. It empties the VM's socket.
+const ANCHOR_EXIT_TIMEOUT: Duration = Duration::from_millis(500);
+
 /// Worker process of a vGPU, or its anchor.
 #[derive(Debug)]
 pub struct Worker {
@@ -36,8 +42,10 @@ pub struct Worker {
     pub since: Instant,
     /// Why the worker cannot be queried, if its version is unsupported.
     pub foreign: Option<String>,
-    /// Idle connection that tells the worker that it has a manager.
-    _tether: Option<SeqPacket>,
+    control: PathBuf,
+    /// Idle connection that tells the worker that it has a manager. None for a worker that has not
+    /// answered this manager.
+    tether: Option<SeqPacket>,
 }
 
 impl Worker {
@@ -46,27 +54,42 @@ impl Worker {
         self.process.child().unwrap_or_else(|| self.process.pid())
     }
 
-    /// Kills the worker itself.
+    /// Kills the worker itself, and then its anchor, if that does not end after the worker.
     pub fn kill(&self) {
-        // An anchor that was told to end waits for its worker.
-        match self.process.child().and_then(|pid| Process::find_running(pid).ok()) {
-            Some(worker) => worker.signal(Signal::SIGKILL),
-            None => self.process.signal(Signal::SIGKILL),
+        // An anchor that was told to end waits for its worker, so that the manager knows.
+        let worker = self.process.child().and_then(|pid| Process::find_running(pid).ok());
+        let Some(worker) = worker else { return self.process.signal(Signal::SIGKILL) };
+        worker.signal(Signal::SIGKILL);
+        let killed = self.process.another().and_then(|anchor| {
+            spawn::thread("kill-anchor", move || {
+                if worker.wait(WORKER_END_LIMIT) && !anchor.wait(ANCHOR_EXIT_TIMEOUT) {
+                    log::warn!(
+                        "Process {} does not end after its worker; killing it",
+                        anchor.pid()
+                    );
+                    anchor.signal(Signal::SIGKILL);
+                }
+            })
+        });
+        if let Err(error) = killed {
+            log::warn!("Process {} may remain: {error}", self.process.pid());
         }
     }
 
-    /// Connects to the control socket of a running process.
-    pub fn connect(
-        vgpu: VgpuId,
-        process: Process,
-        generation: Generation,
-        control: &Path,
-        foreign: Option<String>,
-    ) -> Self {
-        let tether = SeqPacket::connect_without_fds(control, worker_client::TIMEOUT)
+    /// Returns a process with its control socket, which is not connected.
+    pub fn new(process: Process, generation: Generation, control: PathBuf) -> Self {
+        let since = Instant::now();
+        Self { process, generation, since, foreign: None, control, tether: None }
+    }
+
+    /// Connects to the control socket of a process that answers, unless that is done.
+    pub fn tie(&mut self, vgpu: VgpuId) {
+        if self.tether.is_some() {
+            return;
+        }
+        self.tether = SeqPacket::connect_without_fds(&self.control, worker_client::TIMEOUT)
             .inspect_err(|error| log::warn!("Cannot connect to the worker of vGPU {vgpu}: {error}"))
             .ok();
-        Self { process, generation, since: Instant::now(), foreign, _tether: tether }
     }
 }
 

@@ -180,6 +180,14 @@ impl Worker {
 
     fn status(&self) -> WorkerStatus {
         let function = self.function.inner();
+        let mut warnings = function.warnings();
+        let lost = foreign_fds::backlog().lost_threads;
+        if lost > 0 {
+            let most = foreign_fds::MAX_CLOSING;
+            warnings.push(format!(
+                "{lost} of {most} threads wait for descriptors of its client to be closed; at {most}, it takes no client"
+            ));
+        }
         WorkerStatus {
             version: VERSION,
             pid: std::process::id(),
@@ -187,7 +195,7 @@ impl Worker {
             client: self.user(),
             gpu_ok: function.gpu_ok(),
             traps: function.traps().into(),
-            warnings: function.warnings(),
+            warnings,
             oldest: OLDEST,
             programs: self.programs.as_ref().and_then(Programs::status),
         }

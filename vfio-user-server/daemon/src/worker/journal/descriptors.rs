@@ -9,6 +9,7 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::SeqPacket;
 use mdev_core::device::Descriptor;
 use mdev_core::gpu::AnchoredDescriptor;
@@ -160,33 +161,24 @@ impl Message {
 
 /// Descriptors by key.
 #[derive(Debug, Default)]
-pub struct Descriptors(BTreeMap<Key, OwnedFd>);
+pub struct Descriptors(BTreeMap<Key, ForeignFd>);
 
 impl Descriptors {
     /// Carries out a worker's message. Returns false if it is not allowed.
-    pub fn apply(&mut self, message: Message, fd: Option<OwnedFd>) -> bool {
+    pub fn apply(&mut self, message: Message, fd: Option<ForeignFd>) -> bool {
         match (message, fd) {
             (Message::Keep(key), Some(fd)) => {
-                if self.0.len() >= MAX_DESCRIPTORS && !self.0.contains_key(&key) {
-                    foreign_fds::close(fd);
-                    return false;
+                let has_room = self.0.len() < MAX_DESCRIPTORS || self.0.contains_key(&key);
+                if has_room {
+                    self.0.insert(key, fd);
                 }
-                if let Some(before) = self.0.insert(key, fd) {
-                    foreign_fds::close(before);
-                }
-                true
+                has_room
             }
             (Message::Drop(first, last), None) => {
-                let dropped = self.take_where(|key| (first..=last).contains(&key));
-                for (_, fd) in dropped {
-                    foreign_fds::close(fd);
-                }
+                self.0.retain(|key, _| !(first..=last).contains(key));
                 true
             }
-            (_, fd) => {
-                fd.into_iter().for_each(foreign_fds::close);
-                false
-            }
+            _ => false,
         }
     }
 
@@ -215,9 +207,9 @@ impl Descriptors {
         }
     }
 
-    /// Takes a descriptor.
+    /// Takes a descriptor, to use it as what the key says.
     pub fn take(&mut self, key: Key) -> Option<OwnedFd> {
-        self.0.remove(&key)
+        self.0.remove(&key).map(ForeignFd::into_trusted)
     }
 
     fn take_where(&mut self, is_taken: impl Fn(Key) -> bool) -> Vec<(Key, OwnedFd)> {
@@ -368,7 +360,7 @@ mod tests {
         let memory = [Key::memory(0), Key::memory(u64::MAX)];
         let event = Key::event(IrqEvent::Msi(3));
         for key in [Key::SESSION, event, memory[0], memory[1], Key::control(u32::MAX)] {
-            assert!(kept.apply(Message::Keep(key), Some(file())));
+            assert!(kept.apply(Message::Keep(key), Some(file().into())));
         }
         assert!(!kept.apply(Message::Keep(event), None), "without a descriptor");
         assert!(kept.apply(Message::Drop(memory[0], memory[0]), None));
@@ -393,7 +385,7 @@ mod tests {
             Key::PROGRAMS,
         ];
         for key in keys {
-            assert!(kept.apply(Message::Keep(key), Some(file())));
+            assert!(kept.apply(Message::Keep(key), Some(file().into())));
         }
         let programs = kept.take_programs();
         assert_eq!(programs.connections.keys().collect::<Vec<_>>(), [&7]);
@@ -408,7 +400,7 @@ mod tests {
     fn a_new_worker_gets_all_descriptors() {
         let mut kept = Descriptors::default();
         for number in 0..200 {
-            assert!(kept.apply(Message::Keep(Key::memory(number << 12)), Some(file())));
+            assert!(kept.apply(Message::Keep(Key::memory(number << 12)), Some(file().into())));
         }
         let (anchor, worker) = SeqPacket::pair().unwrap();
         let sent = std::thread::spawn(move || kept.send(&anchor));

@@ -59,7 +59,7 @@ impl Programs {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
             packet => packet?.ok_or(io::ErrorKind::UnexpectedEof)?,
         };
-        let fds: Vec<_> = packet.fds.into_iter().map(ForeignFd::from).collect();
+        let fds = packet.fds;
         if !fds.is_empty() && foreign_fds::is_exhausted() {
             return Err(io::Error::other("files of programs cannot be closed"));
         }
@@ -208,7 +208,7 @@ impl Programs {
         node: Node,
         changes: &mut Changes,
     ) -> Result<(FileId, OwnedFd), Errno> {
-        let (ours, theirs) = SeqPacket::pair().map_err(|_| Errno::EMFILE)?;
+        let (ours, theirs) = SeqPacket::pair_without_fds().map_err(|_| Errno::EMFILE)?;
         let mut id = [0; 8];
         getrandom::fill(&mut id).map_err(|_| Errno::EIO)?;
         let id = FileId(u64::from_ne_bytes(id));

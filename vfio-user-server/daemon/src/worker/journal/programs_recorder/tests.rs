@@ -69,7 +69,9 @@ fn a_programs_file_stays_when_its_request_is_repeated() {
     let open = |path: &str| std::fs::File::open(path).unwrap();
     let mut kept = Descriptors::default();
     let left = OwnedFd::from(open("/dev/null"));
-    assert!(kept.apply(Message::Keep(Key::program_memory(7)), left.try_clone().ok()));
+    assert!(
+        kept.apply(Message::Keep(Key::program_memory(7)), left.try_clone().ok().map(Into::into))
+    );
     recorder.adopt(None, kept.keys());
     recorder.set_unfinished(BTreeMap::from([(7, left)]));
     assert!(recorder.record(&mut Memory(open("/dev/zero"))));

@@ -1,0 +1,61 @@
+//! Sockets that less trusted processes write to.
+
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+
+/// Socket of the Unix domain that a less trusted process can write to. Messages that were not
+/// received may have descriptors, for whose close the socket's close waits: the socket is closed
+/// as by [`close`](crate::close), unless the kernel has refused descriptors from the beginning.
+#[derive(Debug)]
+pub struct ForeignSocket {
+    fd: ManuallyDrop<OwnedFd>,
+    /// No message with descriptors can have arrived.
+    has_refused: bool,
+}
+
+impl ForeignSocket {
+    /// Wraps a new socket, which has no peer yet, and refuses descriptors
+    /// ([`refuse`](crate::refuse)).
+    pub fn refusing(fd: OwnedFd) -> Self {
+        let has_refused = crate::refuse(fd.as_fd());
+        Self { fd: ManuallyDrop::new(fd), has_refused }
+    }
+
+    /// Refuses descriptors from now on.
+    pub fn refuse(&self) {
+        crate::refuse(self.fd.as_fd());
+    }
+
+    /// Returns the descriptor. Its owner closes it by [`close`](crate::close).
+    pub fn into_fd(self) -> OwnedFd {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is not used any more, and never dropped.
+        unsafe { ManuallyDrop::take(&mut this.fd) }
+    }
+}
+
+impl From<OwnedFd> for ForeignSocket {
+    fn from(fd: OwnedFd) -> Self {
+        Self { fd: ManuallyDrop::new(fd), has_refused: false }
+    }
+}
+
+impl AsFd for ForeignSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl AsRawFd for ForeignSocket {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+impl Drop for ForeignSocket {
+    fn drop(&mut self) {
+        // SAFETY: a value is dropped once, and its descriptor is not used afterwards.
+        let fd = unsafe { ManuallyDrop::take(&mut self.fd) };
+        if self.has_refused { drop(fd) } else { crate::close(fd) }
+    }
+}
