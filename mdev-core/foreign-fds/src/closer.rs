@@ -70,7 +70,7 @@ impl State {
 
     /// Returns the number of lost threads if the log needs a warning: each time that it has doubled
     /// since there was none.
-    fn to_warn(&mut self) -> Option<usize> {
+    fn due_warning(&mut self) -> Option<usize> {
         let lost = self.lost();
         if lost == 0 {
             self.warned = 0;
@@ -98,7 +98,7 @@ impl Closer {
     pub fn close(&'static self, fds: Vec<OwnedFd>) {
         let mut state = self.state();
         state.queue.push_back(fds);
-        let lost = state.to_warn();
+        let lost = state.due_warning();
         let ready = state.slots.iter().filter(|slot| matches!(slot, Slot::Ready)).count();
         let free = state.slots.iter().position(|slot| matches!(slot, Slot::Free));
         if ready >= state.queue.len() {
@@ -171,7 +171,7 @@ mod tests {
             for (number, slot) in state.slots.iter_mut().enumerate() {
                 *slot = if number < lost { Slot::Closing(long_ago) } else { Slot::Ready };
             }
-            warned.extend(state.to_warn());
+            warned.extend(state.due_warning());
         }
         assert_eq!(warned, [1, 2, 4, 8, 16, 1]);
     }

@@ -102,7 +102,9 @@ fn descriptors_of_others_are_received_and_closed_by_one_crate() {
     const SERVERS: [&str; 3] = ["mdev-core", "vendor-backends", "vfio-user-server"];
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
     let (mut all, mut faults) = (Vec::new(), Vec::new());
-    SERVERS.iter().for_each(|folder| sources(&root.join(folder), &mut all));
+    for folder in SERVERS {
+        sources(&root.join(folder), &mut all);
+    }
     for path in all {
         let name = path.strip_prefix(root).unwrap();
         let is_test = name.ends_with("tests.rs")

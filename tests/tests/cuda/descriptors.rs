@@ -1,7 +1,6 @@
 //! A program that takes all descriptors that it gets: the manager and other programs are served.
 
 use std::fs;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -10,6 +9,7 @@ use cuda_socket::{
     Block, FileId, IoctlRequest, MapRequest, Node, Refused, Reply, Request, VERSION,
     decode_numbered, encode, encode_numbered,
 };
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use nix::errno::Errno;
 use serde_json::json;
@@ -42,7 +42,7 @@ struct Program {
     socket: SeqPacket,
     last: u64,
     /// Ends of the sockets of its files.
-    files: Vec<OwnedFd>,
+    files: Vec<ForeignFd>,
 }
 
 impl Program {

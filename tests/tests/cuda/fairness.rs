@@ -13,6 +13,7 @@ use cuda_socket::{
     FileId, IoctlRequest, Node, Refused, Reply, Request, VERSION, decode_numbered, encode,
     encode_numbered,
 };
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use serde_json::json;
 use system_tests::Vgpud;
@@ -29,7 +30,7 @@ const LONGEST: Duration = Duration::from_millis(10);
 /// A program's connection with an open file.
 struct Program {
     socket: SeqPacket,
-    _file: Vec<std::os::fd::OwnedFd>,
+    _file: Vec<ForeignFd>,
     request: Vec<u8>,
 }
 

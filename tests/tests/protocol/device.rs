@@ -1,5 +1,6 @@
 //! A device that supports every feature, and a server for it in this process.
 
+use foreign_fds::ForeignFd;
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -201,6 +202,7 @@ impl Device for Everything {
         match command {
             IrqCommand::Disable => *lines = Lines::default(),
             IrqCommand::Assign { action: IrqAction::Trigger, start, eventfds } => {
+                let eventfds = eventfds.into_iter().map(ForeignFd::into_trusted);
                 lines.eventfds.extend((start..).zip(eventfds));
             }
             IrqCommand::Unassign { action: IrqAction::Trigger, start, count } => {
@@ -219,7 +221,7 @@ impl Device for Everything {
                 }
             }
             IrqCommand::Assign { action: IrqAction::Unmask, eventfds, .. } => {
-                lines.unmask = eventfds.into_iter().next();
+                lines.unmask = eventfds.into_iter().next().map(ForeignFd::into_trusted);
             }
             IrqCommand::Unassign { action: IrqAction::Unmask, .. } => lines.unmask = None,
             _ => return Err(Errno::ENOTTY),
