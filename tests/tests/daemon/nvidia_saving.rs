@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use mdev_core::gpu::EngineKind;
 use mdev_core::units::{GIB, KIB, MIB};
@@ -89,7 +90,8 @@ impl Host {
         if reply["reply"] == "error" {
             bail!("{reply}");
         }
-        Ok((reply, packet.fds))
+        let fds = packet.fds.into_iter().map(ForeignFd::into_trusted).collect();
+        Ok((reply, fds))
     }
 
     fn copy_piece(&self, offset: u64, len: u64, fills: bool) -> Result<()> {

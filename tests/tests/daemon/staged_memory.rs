@@ -43,7 +43,7 @@ impl Vgpu {
             max_import_bytes: 64 * MIB,
         };
         let file = gpu.admit(&spec)?.fd.context("a file")?;
-        let mut client = NvidiaClient::open(rm.clone(), file)?;
+        let mut client = NvidiaClient::open(rm.clone(), file.into_trusted())?;
         client.start()?;
         let engines = Engines::start(&rm, Duration::from_micros(400));
         client.pause()?;
