@@ -168,6 +168,9 @@ mod tests {
         worker.try_send(&[1], &[]).unwrap();
         assert_eq!(wake.take(), WOKEN);
         drop(worker);
+        // A socket may be closed on a thread.
+        let mut fds = [PollFd::new(wake.as_fd(), PollFlags::POLLIN)];
+        assert_eq!(poll(&mut fds, PollTimeout::NONE), Ok(1));
         assert_eq!(wake.take(), Wakeups { woken: false, closed: true });
     }
 }
