@@ -86,6 +86,18 @@ out:
 	return error;
 }
 
+/* Resets a device that does not stop. Without the state before, it would have no registers. */
+static int tsr_reset_device(struct tsr_dev *dev)
+{
+	int error = pci_save_state(dev->pdev);
+
+	if (error)
+		return error;
+	error = pcie_reset_flr(dev->pdev, PCI_RESET_DO_RESET);
+	pci_restore_state(dev->pdev);
+	return error ?: tsr_wait_state(dev, TSQ_STATE_OFF);
+}
+
 /* Stops the device. Afterwards it uses no memory of the guest. */
 static void tsr_stop_device(struct tsr_dev *dev)
 {
@@ -96,9 +108,9 @@ static void tsr_stop_device(struct tsr_dev *dev)
 	writel(0, dev->regs + TSQ_REG_INTR_ENABLE);
 	writel(0, dev->regs + TSQ_REG_QUEUE_CONTROL);
 	error = tsr_wait_state(dev, TSQ_STATE_OFF);
-	if (error == -ETIMEDOUT && !pcie_reset_flr(dev->pdev, PCI_RESET_DO_RESET))
-		error = tsr_wait_state(dev, TSQ_STATE_OFF);
-	if (error == -ETIMEDOUT) {
+	if (error == -ETIMEDOUT)
+		error = tsr_reset_device(dev);
+	if (error && error != -ENODEV) {
 		dev_err(&dev->pdev->dev,
 			"The vGPU does not stop: its memory is lost until the next boot\n");
 		dev->leak = true;
