@@ -80,6 +80,13 @@ pub enum Place {
     },
 }
 
+/// Returns whether a traced thread is at a call that receives, and does not peek.
+fn removes(thread: Pid) -> Result<bool> {
+    let registers = ptrace::getregs(thread)?;
+    let flags = registers.rdx as libc::c_int;
+    Ok(registers.orig_rax == libc::SYS_recvmsg as u64 && flags & libc::MSG_PEEK == 0)
+}
+
 /// Kills a process at a place of one of its threads, which this thread traces (`PTRACE_SEIZE`).
 ///
 /// # Errors
@@ -105,7 +112,7 @@ pub fn kill_at(pid: u32, thread: u32, place: Place) -> Result<()> {
         }
         Place::Removal { after } => {
             // The first stop at a call is before it.
-            while ptrace::getregs(process)?.orig_rax != libc::SYS_recvfrom as u64 {
+            while !removes(process)? {
                 ensure!(next()?, "the worker has died early");
             }
             if after {
