@@ -51,7 +51,7 @@ impl Guest {
         vgpu: Option<&Path>,
         folder: &Path,
     ) -> Result<Self> {
-        Self::boot_with(kernel, module, files, vgpu, folder, &Size::default())
+        Self::boot_with(kernel, module, files, vgpu, folder, Size::default())
     }
 
     /// Boots such a VM of another size.
@@ -61,7 +61,7 @@ impl Guest {
         files: &[(String, PathBuf)],
         vgpu: Option<&Path>,
         folder: &Path,
-        size: &Size,
+        size: Size,
     ) -> Result<Self> {
         let root = Root::open(&Progress::new())?;
         let target = folder.join("initramfs.cpio");

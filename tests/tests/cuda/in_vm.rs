@@ -81,7 +81,7 @@ impl CudaVm {
         let socket = Some(socket.as_path()).filter(|_| setup.with_vgpu);
         let (kernel, folder) = (&target.kernel, scratch.path());
         let size = Size { memory_mib: setup.memory_mib, ..Size::default() };
-        let mut guest = Guest::boot_with(kernel, &module, &files, socket, folder, &size)?;
+        let mut guest = Guest::boot_with(kernel, &module, &files, socket, folder, size)?;
         guest.run(&format!("insmod /module.ko {}", setup.parameters))?;
         guest.run("mkdir -p /dev/shm && mount -t tmpfs none /dev/shm")?;
         Ok(Some(Self { guest, uuid, scratch, vgpud }))

@@ -67,9 +67,10 @@ impl Mapping {
         let at = at.unwrap_or_default() as *mut libc::c_void;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let (fd, offset) = file.map_or((-1, 0), |(file, offset)| (file.as_raw_fd(), offset));
+        let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
         // SAFETY: the address is chosen by the kernel, or that of a mapping that the caller owns
         // and has no reference into.
-        let address = unsafe { libc::mmap(at, len, access, flags, fd, offset as libc::off_t) };
+        let address = unsafe { libc::mmap(at, len, access, flags, fd, offset) };
         if address == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
@@ -124,7 +125,7 @@ impl Program {
         let (control, gpu, uvm) = (open("nvidiactl")?, open("nvidia0")?, open("nvidia-uvm")?);
         let next = AtomicU32::new(0x1000);
         let mut program = Self { control, gpu, uvm, root: 0, next, device: 0, subdevice: 0 };
-        let control = program.control.as_raw_fd() as u32;
+        let control = program.control.as_raw_fd().cast_unsigned();
         ioctl(&program.gpu, 0xc004_46c9, &mut words(&[control]))?;
         let mut client = words(&[0, 0, 0, 0x41, 0, 0, 0, 0]);
         ioctl(&program.control, 0xc020_462b, &mut client)?;
@@ -162,11 +163,11 @@ impl Program {
     /// Maps an object's memory, by a file of its own.
     fn map(&self, object: u32, len: usize) -> io::Result<Mapping> {
         let file = open("nvidia0")?;
-        let control = self.control.as_raw_fd() as u32;
+        let control = self.control.as_raw_fd().cast_unsigned();
         ioctl(&file, 0xc004_46c9, &mut words(&[control]))?;
         let mut argument = words(&[self.root, self.device, object, 0, 0, 0]);
         argument.extend((len as u64).to_le_bytes());
-        argument.extend(words(&[0, 0, 0xffff, 0, file.as_raw_fd() as u32, 0]));
+        argument.extend(words(&[0, 0, 0xffff, 0, file.as_raw_fd().cast_unsigned(), 0]));
         ioctl(&self.control, 0xc038_464e, &mut argument)?;
         check(&argument, 10)?;
         Mapping::new(Some((&file, 0)), None, len)

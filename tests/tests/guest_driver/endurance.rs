@@ -25,7 +25,7 @@ fn race_with(checker: Checker) -> Result<()> {
             return Ok(());
         }
     };
-    let mut vm = RaceVm::boot(&debug.kernel, &debug.module()?, &SIZE)?;
+    let mut vm = RaceVm::boot(&debug.kernel, &debug.module()?, SIZE)?;
     vm.withheld()?;
     vm.race(ROUNDS)
 }

@@ -33,7 +33,7 @@ pub struct RaceVm {
 
 impl RaceVm {
     /// Boots a kernel with a module.
-    pub fn boot(kernel: &Kernel, module: &Path, size: &Size) -> Result<Self> {
+    pub fn boot(kernel: &Kernel, module: &Path, size: Size) -> Result<Self> {
         let scratch = Scratch::new()?;
         let vgpud = Vgpud::start_with_log(&[], &scratch.path().join("log"))?;
         let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
@@ -53,7 +53,7 @@ impl RaceVm {
         let Some(kernels) = kernels()? else { return Ok(None) };
         let target = kernels.stable()?;
         let module = kernels.build(&target)?;
-        Self::boot(&target.kernel, &module, &Size { cpus: 2, ..Size::default() }).map(Some)
+        Self::boot(&target.kernel, &module, Size { cpus: 2, ..Size::default() }).map(Some)
     }
 
     /// Starts one of [`inside`], and waits until it is ready. Returns its process id.
