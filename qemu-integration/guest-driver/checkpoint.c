@@ -55,7 +55,7 @@ int tsr_checkpoint_begin_open(struct tsr_dev *dev)
 
 	for (;;) {
 		error = down_read_killable(&checkpoint->opening);
-		if (error || !checkpoint->done)
+		if (error || !READ_ONCE(checkpoint->done))
 			return error;
 		up_read(&checkpoint->opening);
 		error = wait_event_killable(checkpoint->wait, !READ_ONCE(checkpoint->done));
@@ -100,7 +100,7 @@ static ssize_t tsr_checkpoint_read(struct file *filp, char __user *to, size_t le
 		if (error)
 			return error;
 		/* All bits are set while the vGPU does not answer. */
-		if (request != checkpoint->last && request != ~0u)
+		if (request != READ_ONCE(checkpoint->last) && request != ~0u)
 			break;
 		if (filp->f_flags & O_NONBLOCK)
 			return -EAGAIN;
@@ -112,7 +112,7 @@ static ssize_t tsr_checkpoint_read(struct file *filp, char __user *to, size_t le
 	}
 	if (put_user(request, (u32 __user *)to))
 		return -EFAULT;
-	checkpoint->last = request;
+	WRITE_ONCE(checkpoint->last, request);
 	return sizeof(request);
 }
 
@@ -179,7 +179,10 @@ static int tsr_checkpoint_open(struct inode *inode, struct file *filp)
 
 	if (!dev)
 		return -ENODEV;
-	mutex_lock(&dev->lock);
+	if (mutex_lock_killable(&dev->lock)) {
+		tsr_dev_put(dev);
+		return -EINTR;
+	}
 	if (!dev->present)
 		error = -ENODEV;
 	else if ((readl(dev->regs + TSQ_REG_VERSION) & 0xffff) < TSQ_MINOR_CHECKPOINT)
@@ -188,8 +191,8 @@ static int tsr_checkpoint_open(struct inode *inode, struct file *filp)
 		error = -EBUSY;
 	if (!error) {
 		dev->checkpoint.open = true;
-		dev->checkpoint.last = ~0u;
-		if (!dev->checkpoint.done)
+		WRITE_ONCE(dev->checkpoint.last, ~0u);
+		if (!READ_ONCE(dev->checkpoint.done))
 			writel(TSQ_CHECKPOINT_STATE_READY, dev->regs + TSQ_REG_CHECKPOINT_STATE);
 	}
 	mutex_unlock(&dev->lock);
@@ -207,7 +210,7 @@ static int tsr_checkpoint_release(struct inode *inode, struct file *filp)
 	struct tsr_dev *dev = filp->private_data;
 
 	mutex_lock(&dev->lock);
-	if (dev->present && !dev->checkpoint.done)
+	if (dev->present && !READ_ONCE(dev->checkpoint.done))
 		writel(TSQ_CHECKPOINT_STATE_NONE, dev->regs + TSQ_REG_CHECKPOINT_STATE);
 	dev->checkpoint.open = false;
 	mutex_unlock(&dev->lock);

@@ -62,7 +62,7 @@ static int tsr_direct_open(struct inode *inode, struct file *filp)
 	if (!dev->present)
 		error = -ENODEV;
 	else if (dev->direct.state != TSR_DIRECT_CLOSED || tsr_files_any(dev) ||
-		 dev->checkpoint.done)
+		 READ_ONCE(dev->checkpoint.done))
 		error = -EBUSY;
 	if (!error) {
 		tsr_session_stop(dev);
@@ -102,7 +102,7 @@ static ssize_t tsr_direct_read(struct file *filp, char __user *to, size_t length
 
 	if (length < sizeof(events))
 		return -EINVAL;
-	if (!dev->irq)
+	if (!READ_ONCE(dev->irq))
 		return -EOPNOTSUPP;
 	for (;;) {
 		if (READ_ONCE(dev->direct.state) != TSR_DIRECT_OPEN)

@@ -44,7 +44,7 @@ int tsr_done(struct tsr_ioctl *call)
 	    bytes != call->argument_bytes)
 		return -EIO;
 	for (at = 0; at < places && !error; at++)
-		error = tsr_place(call->file->dev, &done->place[at]);
+		error = tsr_place(call->file, &done->place[at]);
 	for (at = 0; at < writes && !error; at++)
 		error = tsr_write_block(request, &done->write[at]);
 	if (!error && copy_to_user(u64_to_user_ptr(call->argument), argument, bytes))

@@ -42,19 +42,18 @@ const struct vm_operations_struct tsr_doorbell_vm_ops = {
 void tsr_doorbell_withdraw(struct work_struct *work)
 {
 	struct tsr_dev *dev = container_of(work, struct tsr_dev, withdraw);
-	u32 session = READ_ONCE(dev->session);
 	struct tsq_withdrawn *withdrawn;
 	struct tsr_request *request;
 
-	request = tsr_request_new(dev, 1);
-	if (!request)
-		return; /* The device goes on looking at the page. */
+	request = tsr_request_new(dev, READ_ONCE(dev->session), 1);
+	if (IS_ERR(request))
+		return; /* The device goes on looking at the page, or has stopped. */
 	mutex_lock(&dev->doorbell_lock);
 	withdrawn = tsr_request_begin(request, TSQ_OP_WITHDRAWN, 0, sizeof(*withdrawn));
 	withdrawn->generation = cpu_to_le64(READ_ONCE(dev->generation));
 	dev->withdrawn = true;
 	unmap_mapping_range(dev->inode->i_mapping, TSR_DOORBELL_OFFSET, dev->doorbell_len, 1);
-	if (!tsr_submit(request, session, false))
+	if (!tsr_submit(request, false))
 		wait_for_completion(&request->done);
 	mutex_unlock(&dev->doorbell_lock);
 	tsr_request_free(request);

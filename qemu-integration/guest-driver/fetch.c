@@ -87,7 +87,7 @@ static int tsr_fetch_files(struct tsr_ioctl *call, u32 count)
 
 static int tsr_fetch_pins(struct tsr_ioctl *call, u32 count)
 {
-	struct tsr_dev *dev = call->file->dev;
+	struct tsr_file *file = call->file;
 	int error;
 	u32 at;
 
@@ -96,7 +96,8 @@ static int tsr_fetch_pins(struct tsr_ioctl *call, u32 count)
 
 		if (call->memories == TSQ_MAX_MEMORIES)
 			return -EINVAL;
-		error = tsr_add_memory(call, tsr_memory_pin(dev, le64_to_cpu(range->address),
+		error = tsr_add_memory(call, tsr_memory_pin(file->dev, file->session,
+							    le64_to_cpu(range->address),
 							    le64_to_cpu(range->length)));
 		if (error == -EINTR || error == -EIO)
 			return error;
@@ -111,6 +112,7 @@ static int tsr_fetch_pins(struct tsr_ioctl *call, u32 count)
 
 static int tsr_fetch_allocations(struct tsr_ioctl *call, u32 count)
 {
+	struct tsr_file *file = call->file;
 	int error;
 	u32 at;
 
@@ -119,7 +121,8 @@ static int tsr_fetch_allocations(struct tsr_ioctl *call, u32 count)
 
 		if (call->memories == TSQ_MAX_MEMORIES)
 			return -EINVAL;
-		error = tsr_add_memory(call, tsr_memory_allocate(call->file->dev, length));
+		error = tsr_add_memory(call, tsr_memory_allocate(file->dev, file->session,
+								 length));
 		if (error)
 			return error;
 	}

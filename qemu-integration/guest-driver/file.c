@@ -71,13 +71,12 @@ bool tsr_files_any(struct tsr_dev *dev)
 static void tsr_open_orphan(struct tsr_request *request)
 {
 	const struct tsq_opened *opened = request->buffer->data;
-	u32 session = request->buffer->session;
 
 	if (!request->error && request->bytes >= sizeof(*opened) && !opened->reply.error) {
 		request->abandoned = false;
 		tsr_request_begin(request, TSQ_OP_CLOSE, le64_to_cpu(opened->file),
 				  sizeof(struct tsq_request));
-		if (!tsr_submit(request, session, false))
+		if (!tsr_submit(request, false))
 			wait_for_completion(&request->done);
 	}
 	tsr_request_free(request);
@@ -86,14 +85,15 @@ static void tsr_open_orphan(struct tsr_request *request)
 /* Opens the file at the device. */
 static int tsr_open_at_device(struct tsr_file *file, u32 node, u32 minor)
 {
-	struct tsr_request *request = tsr_request_new(file->dev, 1);
 	const struct tsq_opened *opened;
+	struct tsr_request *request;
 	struct tsq_open *open;
 	int error;
 
-	if (!request)
-		return -ENOMEM;
-	file->session = request->buffer->session;
+	file->session = READ_ONCE(file->dev->session);
+	request = tsr_request_new(file->dev, file->session, 1);
+	if (IS_ERR(request))
+		return PTR_ERR(request);
 	request->orphan = tsr_open_orphan;
 	open = tsr_request_begin(request, TSQ_OP_OPEN, 0, sizeof(*open));
 	open->node = cpu_to_le32(node);
@@ -101,7 +101,7 @@ static int tsr_open_at_device(struct tsr_file *file, u32 node, u32 minor)
 	open->process = cpu_to_le32(task_tgid_nr(current));
 	/* Programs of one user may share memory with each other. */
 	open->user = cpu_to_le32(from_kuid(&init_user_ns, current_euid()) + 1);
-	error = tsr_call(request, file->session);
+	error = tsr_call(request);
 	if (error)
 		return error;
 	opened = request->buffer->data;
@@ -176,7 +176,7 @@ static int tsr_file_release(struct inode *inode, struct file *filp)
 	tsr_places_drop(file, 0, U64_MAX);
 	tsr_request_begin(request, TSQ_OP_CLOSE, file->id, sizeof(struct tsq_request));
 	request->orphan = tsr_close_orphan;
-	if (tsr_submit(request, file->session, false) || tsr_wait(request) != TSR_ABANDONED)
+	if (tsr_submit(request, false) || tsr_wait(request) != TSR_ABANDONED)
 		tsr_request_free(request);
 	kfree(file);
 	tsr_dev_put(dev);

@@ -106,6 +106,7 @@ static void tsr_put_memories(struct tsr_ioctl *call, struct tsq_ioctl *message)
 		to->id = cpu_to_le64(memory->id);
 		to->address = cpu_to_le64(memory->address);
 		to->length = cpu_to_le64((u64)memory->pages << PAGE_SHIFT);
+		/* Stays readable after the session's end, when the request is refused. */
 		to->list = cpu_to_le64(memory->list_dma.range[0].address);
 		to->kind = cpu_to_le32(memory->pinned ? TSQ_MEMORY_PINNED : TSQ_MEMORY_ALLOCATED);
 	}
@@ -165,7 +166,7 @@ static void tsr_leave_memories(struct tsr_ioctl *call)
 	}
 }
 
-/* Finishes an ioctl whose process was killed. */
+/* Finishes an ioctl whose process was killed. Its file may be gone. */
 static void tsr_ioctl_orphan(struct tsr_request *request)
 {
 	struct tsr_ioctl *call = request->context;
@@ -186,7 +187,7 @@ static int tsr_carry_out(struct tsr_ioctl *call)
 	for (round = 0; round <= TSQ_MAX_FETCHES; round++) {
 		error = tsr_build(call);
 		if (!error)
-			error = tsr_submit(request, call->file->session, true);
+			error = tsr_submit(request, true);
 		if (!error)
 			error = tsr_wait(request);
 		if (error)
@@ -232,10 +233,11 @@ static int tsr_ioctl_once(struct file *filp, unsigned int number, unsigned long 
 	/* What is left for blocks, with their alignment. */
 	call->room = TSQ_MAX_PAGES * PAGE_SIZE - sizeof(struct tsq_ioctl) -
 		     8 * (TSQ_MAX_BLOCKS + 1) - tsr_align(call->argument_bytes);
-	call->request = tsr_request_new(file->dev, TSQ_MAX_PAGES);
-	if (!call->request) {
+	call->request = tsr_request_new(file->dev, file->session, TSQ_MAX_PAGES);
+	if (IS_ERR(call->request)) {
+		error = PTR_ERR(call->request);
 		kvfree(call);
-		return -ENOMEM;
+		return error;
 	}
 	call->request->orphan = tsr_ioctl_orphan;
 	call->request->context = call;

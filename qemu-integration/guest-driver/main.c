@@ -21,7 +21,10 @@ static bool msi = true;
 module_param(msi, bool, 0444);
 MODULE_PARM_DESC(msi, "Use interrupts (1); without, a thread looks at the queue");
 
-/* The vGPU. A VM has one: NVIDIA's files do not tell which GPU a request is for. */
+/*
+ * The vGPU. A VM has one: NVIDIA's files do not tell which GPU a request is for. The lock is held for
+ * the pointer alone, never while the device starts or stops: opening a file takes it.
+ */
 static struct tsr_dev *tsr_current;
 static DEFINE_MUTEX(tsr_current_lock);
 
@@ -125,7 +128,7 @@ static struct tsr_dev *tsr_dev_new(struct pci_dev *pdev)
 	dev->checked = jiffies;
 	spin_lock_init(&dev->files_lock);
 	hash_init(dev->files);
-	xa_init_flags(&dev->memories, XA_FLAGS_ALLOC1 | XA_FLAGS_LOCK_IRQ);
+	xa_init_flags(&dev->memories, XA_FLAGS_ALLOC1 | XA_FLAGS_LOCK_IRQ | XA_FLAGS_ACCOUNT);
 	init_llist_head(&dev->returned);
 	INIT_WORK(&dev->return_work, tsr_memory_return_work);
 	mutex_init(&dev->dma_lock);
@@ -181,7 +184,7 @@ static void tsr_no_interrupts(struct tsr_dev *dev)
 		return;
 	free_irq(pci_irq_vector(dev->pdev, 0), dev);
 	pci_free_irq_vectors(dev->pdev);
-	dev->irq = false;
+	WRITE_ONCE(dev->irq, false);
 }
 
 static int tsr_begin(struct tsr_dev *dev)
@@ -211,13 +214,16 @@ static void tsr_end(struct tsr_dev *dev)
 	tsr_session_stop(dev);
 	mutex_unlock(&dev->lock);
 	tsr_checkpoint_end(dev);
-	tsr_no_interrupts(dev);
+	/* Before the end of interrupts, which the thread looks at. */
 	tsr_queue_stop_polling(dev);
+	tsr_no_interrupts(dev);
 	tsr_nodes_remove(dev);
 	tsr_proc_end(&dev->proc);
 	if (dev->work)
 		destroy_workqueue(dev->work);
 	dev->work = NULL;
+	/* What a device has that could not be stopped. */
+	tsr_dma_end(dev);
 }
 
 static int tsr_map_bars(struct tsr_dev *dev)
@@ -237,11 +243,12 @@ static int tsr_map_bars(struct tsr_dev *dev)
 	dma_set_max_seg_size(&pdev->dev, UINT_MAX);
 	dev->doorbell = pci_resource_start(pdev, TSR_BAR_DOORBELL);
 	dev->doorbell_len = pci_resource_len(pdev, TSR_BAR_DOORBELL);
-	dev->regs = pci_iomap(pdev, TSR_BAR_CONTROL, 0);
-	if (!dev->regs || pci_resource_len(pdev, TSR_BAR_CONTROL) < PAGE_SIZE) {
-		error = -ENODEV;
+	error = -ENODEV;
+	if (pci_resource_len(pdev, TSR_BAR_CONTROL) < PAGE_SIZE)
 		goto release;
-	}
+	dev->regs = pci_iomap(pdev, TSR_BAR_CONTROL, 0);
+	if (!dev->regs)
+		goto release;
 	pci_set_master(pdev);
 	return 0;
 
@@ -260,6 +267,29 @@ static void tsr_unmap_bars(struct tsr_dev *dev)
 	pci_disable_device(dev->pdev);
 }
 
+/* Makes a device the VM's vGPU. Files can be opened once it is present. */
+static int tsr_dev_claim(struct tsr_dev *dev)
+{
+	int error = 0;
+
+	mutex_lock(&tsr_current_lock);
+	if (tsr_current)
+		error = -EBUSY;
+	else
+		tsr_current = dev;
+	mutex_unlock(&tsr_current_lock);
+	if (error)
+		dev_err(&dev->pdev->dev, "A VM can have one vGPU with this driver\n");
+	return error;
+}
+
+static void tsr_dev_disclaim(void)
+{
+	mutex_lock(&tsr_current_lock);
+	tsr_current = NULL;
+	mutex_unlock(&tsr_current_lock);
+}
+
 static int tsr_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 {
 	struct tsr_dev *dev;
@@ -274,23 +304,18 @@ static int tsr_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 	error = tsr_check(dev);
 	if (error)
 		goto unmap;
-	mutex_lock(&tsr_current_lock);
-	if (tsr_current) {
-		dev_err(&pdev->dev, "A VM can have one vGPU with this driver\n");
-		error = -EBUSY;
-	} else {
-		error = tsr_begin(dev);
-		if (error)
-			tsr_end(dev);
-		else
-			tsr_current = dev;
-	}
-	mutex_unlock(&tsr_current_lock);
+	error = tsr_dev_claim(dev);
 	if (error)
 		goto unmap;
+	error = tsr_begin(dev);
+	if (error)
+		goto end;
 	pci_set_drvdata(pdev, dev);
 	return 0;
 
+end:
+	tsr_end(dev);
+	tsr_dev_disclaim();
 unmap:
 	tsr_unmap_bars(dev);
 put:
@@ -302,10 +327,9 @@ static void tsr_remove(struct pci_dev *pdev)
 {
 	struct tsr_dev *dev = pci_get_drvdata(pdev);
 
-	mutex_lock(&tsr_current_lock);
-	tsr_current = NULL;
-	mutex_unlock(&tsr_current_lock);
 	tsr_end(dev);
+	/* Another vGPU cannot have the names of nodes and files before. */
+	tsr_dev_disclaim();
 	tsr_unmap_bars(dev);
 	tsr_dev_put(dev);
 }

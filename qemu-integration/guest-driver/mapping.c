@@ -41,7 +41,7 @@ static int tsr_map_memory(struct tsr_file *file, struct vm_area_struct *vma,
 
 	if (!PAGE_ALIGNED(le64_to_cpu(mapped->offset)))
 		return -EIO;
-	memory = tsr_memory_get(file->dev, le64_to_cpu(mapped->memory));
+	memory = tsr_memory_get(file->dev, file->session, le64_to_cpu(mapped->memory));
 	if (!memory)
 		return -EIO;
 	if (offset > memory->pages || vma_pages(vma) > memory->pages - offset) {
@@ -89,17 +89,17 @@ static int tsr_map_range(struct tsr_file *file, struct vm_area_struct *vma, u64 
 /* Asks the device what a mapping shows. */
 static struct tsr_request *tsr_map_request(struct tsr_file *file, struct vm_area_struct *vma)
 {
-	struct tsr_request *request = tsr_request_new(file->dev, 1);
+	struct tsr_request *request = tsr_request_new(file->dev, file->session, 1);
 	struct tsq_map *map;
 	int error;
 
-	if (!request)
-		return ERR_PTR(-ENOMEM);
+	if (IS_ERR(request))
+		return request;
 	map = tsr_request_begin(request, TSQ_OP_MAP, file->id, sizeof(*map));
 	map->length = cpu_to_le64(vma->vm_end - vma->vm_start);
 	map->offset = cpu_to_le64((u64)vma->vm_pgoff << PAGE_SHIFT);
 	map->flags = cpu_to_le32(vma->vm_flags & VM_WRITE ? TSQ_MAP_WRITABLE : 0);
-	error = tsr_call(request, file->session);
+	error = tsr_call(request);
 	return error ? ERR_PTR(error) : request;
 }
 

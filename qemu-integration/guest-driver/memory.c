@@ -2,8 +2,9 @@
 /*
  * Pages for the device: allocated for it, or pinned pages of a program.
  *
- * A memory is in the device's table while the device may use it. What removes it from there drops
- * the device's reference. Mappings of programs have references of their own.
+ * A memory is in the device's table while the device may use it. What removes it from there owns
+ * the table's reference, and drops it. Nobody else touches a memory of the table without a reference
+ * of its own. Calls, places and mappings of programs have such references.
  */
 #include <linux/moduleparam.h>
 #include <linux/sched/signal.h>
@@ -56,8 +57,7 @@ static void tsr_memory_free(struct kref *ref)
 	struct tsr_memory *memory = container_of(ref, struct tsr_memory, ref);
 
 	tsr_memory_free_list(memory);
-	if (memory->dma.range)
-		tsr_dma_unmap(memory->dev, &memory->dma);
+	tsr_dma_free(memory->dev, &memory->dma);
 	tsr_free_pages(memory);
 	atomic_long_sub(memory->charged, &tsr_charged);
 	kvfree(memory->page);
@@ -69,7 +69,7 @@ void tsr_memory_put(struct tsr_memory *memory)
 	kref_put(&memory->ref, tsr_memory_free);
 }
 
-static struct tsr_memory *tsr_memory_new(struct tsr_dev *dev, u64 length)
+static struct tsr_memory *tsr_memory_new(struct tsr_dev *dev, u32 session, u64 length)
 {
 	unsigned long pages = length >> PAGE_SHIFT;
 	struct tsr_memory *memory;
@@ -86,6 +86,7 @@ static struct tsr_memory *tsr_memory_new(struct tsr_dev *dev, u64 length)
 	}
 	kref_init(&memory->ref);
 	memory->dev = dev;
+	memory->session = session;
 	memory->charged = pages;
 	return memory;
 }
@@ -147,14 +148,14 @@ static int tsr_memory_list(struct tsr_memory *memory)
 
 	if (count > TSQ_MAX_RANGES)
 		return -ENOMEM;
-	page = kvcalloc(lists, sizeof(*page), GFP_KERNEL);
-	memory->list = kvcalloc(lists, sizeof(*memory->list), GFP_KERNEL);
+	page = kvcalloc(lists, sizeof(*page), GFP_KERNEL_ACCOUNT);
+	memory->list = kvcalloc(lists, sizeof(*memory->list), GFP_KERNEL_ACCOUNT);
 	if (!page || !memory->list) {
 		kvfree(page);
 		return -ENOMEM;
 	}
 	for (; memory->lists < lists; memory->lists++) {
-		struct tsq_list *list = (void *)get_zeroed_page(GFP_KERNEL);
+		struct tsq_list *list = (void *)get_zeroed_page(GFP_KERNEL_ACCOUNT);
 
 		if (!list) {
 			kvfree(page);
@@ -164,7 +165,7 @@ static int tsr_memory_list(struct tsr_memory *memory)
 		page[memory->lists] = virt_to_page(list);
 	}
 	/* One range each, to link them. */
-	error = tsr_dma_map(memory->dev, &memory->list_dma, page, lists);
+	error = tsr_dma_map(memory->dev, memory->session, &memory->list_dma, page, lists);
 	kvfree(page);
 	if (error)
 		return error;
@@ -197,32 +198,48 @@ static void tsr_memory_link(struct tsr_memory *memory)
 /* Frees the list, after the device has read it. */
 void tsr_memory_free_list(struct tsr_memory *memory)
 {
-	if (memory->list_dma.range)
-		tsr_dma_unmap(memory->dev, &memory->list_dma);
+	tsr_dma_free(memory->dev, &memory->list_dma);
 	while (memory->lists)
 		free_page((unsigned long)memory->list[--memory->lists]);
 	kvfree(memory->list);
 	memory->list = NULL;
 }
 
-/* Gives pages addresses and an id. The table of the device gets a reference. */
-static int tsr_memory_add(struct tsr_memory *memory)
+/*
+ * Gives a memory an id in the device's table, which gets a reference. Not after the session's end,
+ * which has emptied the table.
+ */
+static int tsr_memory_enter(struct tsr_memory *memory)
 {
 	struct tsr_dev *dev = memory->dev;
+	int error = -EIO;
+
+	mutex_lock(&dev->dma_lock);
+	if (tsr_dma_allowed(dev, memory->session)) {
+		kref_get(&memory->ref);
+		error = xa_alloc_cyclic_irq(&dev->memories, &memory->id, memory,
+					    XA_LIMIT(1, U32_MAX), &dev->next_memory, GFP_KERNEL);
+		/* The caller has a reference, too. */
+		if (error < 0)
+			tsr_memory_put(memory);
+	}
+	mutex_unlock(&dev->dma_lock);
+	return min(error, 0);
+}
+
+/* Gives pages addresses and an id. */
+static int tsr_memory_add(struct tsr_memory *memory)
+{
 	int error;
 
-	error = tsr_dma_map(dev, &memory->dma, memory->page, memory->pages);
+	error = tsr_dma_map(memory->dev, memory->session, &memory->dma, memory->page,
+			    memory->pages);
 	if (!error)
 		error = tsr_memory_list(memory);
 	if (error)
 		return error;
 	tsr_memory_link(memory);
-	kref_get(&memory->ref);
-	error = xa_alloc_cyclic_irq(&dev->memories, &memory->id, memory, XA_LIMIT(1, U32_MAX),
-				    &dev->next_memory, GFP_KERNEL);
-	if (error < 0)
-		tsr_memory_put(memory);
-	return min(error, 0);
+	return tsr_memory_enter(memory);
 }
 
 /* Adds a memory that has its pages, or frees it after an error. */
@@ -237,9 +254,9 @@ static struct tsr_memory *tsr_memory_finish(struct tsr_memory *memory, int error
 }
 
 /* Allocates zeroed pages. */
-struct tsr_memory *tsr_memory_allocate(struct tsr_dev *dev, u64 length)
+struct tsr_memory *tsr_memory_allocate(struct tsr_dev *dev, u32 session, u64 length)
 {
-	struct tsr_memory *memory = tsr_memory_new(dev, length);
+	struct tsr_memory *memory = tsr_memory_new(dev, session, length);
 	int error;
 
 	if (IS_ERR(memory))
@@ -249,14 +266,14 @@ struct tsr_memory *tsr_memory_allocate(struct tsr_dev *dev, u64 length)
 }
 
 /* Pins pages of this process. */
-struct tsr_memory *tsr_memory_pin(struct tsr_dev *dev, u64 address, u64 length)
+struct tsr_memory *tsr_memory_pin(struct tsr_dev *dev, u32 session, u64 address, u64 length)
 {
 	struct tsr_memory *memory;
 	int error;
 
 	if (address & ~PAGE_MASK || address + length < address || address + length > TASK_SIZE_MAX)
 		return ERR_PTR(-EFAULT);
-	memory = tsr_memory_new(dev, length);
+	memory = tsr_memory_new(dev, session, length);
 	if (IS_ERR(memory))
 		return memory;
 	memory->pinned = true;
@@ -265,8 +282,11 @@ struct tsr_memory *tsr_memory_pin(struct tsr_dev *dev, u64 address, u64 length)
 	return tsr_memory_finish(memory, error);
 }
 
-/* Returns an allocated memory with a reference, or NULL. Pinned pages are their program's only. */
-struct tsr_memory *tsr_memory_get(struct tsr_dev *dev, u64 id)
+/*
+ * Returns an allocated memory of a session with a reference, or NULL. Pinned pages are their
+ * program's only.
+ */
+struct tsr_memory *tsr_memory_get(struct tsr_dev *dev, u32 session, u64 id)
 {
 	struct tsr_memory *memory;
 
@@ -274,7 +294,7 @@ struct tsr_memory *tsr_memory_get(struct tsr_dev *dev, u64 id)
 		return NULL;
 	xa_lock_irq(&dev->memories);
 	memory = xa_load(&dev->memories, id);
-	if (memory && memory->pinned)
+	if (memory && (memory->pinned || memory->session != session))
 		memory = NULL;
 	if (memory)
 		kref_get(&memory->ref);
@@ -282,12 +302,12 @@ struct tsr_memory *tsr_memory_get(struct tsr_dev *dev, u64 id)
 	return memory;
 }
 
-/* Returns a page with a reference, or NULL. */
+/* Returns a page with a reference, or NULL after the end of the memory's session. */
 struct page *tsr_memory_page(struct tsr_memory *memory, unsigned long index)
 {
 	struct page *page;
 
-	if (index >= memory->pages || READ_ONCE(memory->dead))
+	if (index >= memory->pages || !tsr_session_is(memory->dev, memory->session))
 		return NULL;
 	page = memory->page[index];
 	get_page(page);
@@ -297,6 +317,7 @@ struct page *tsr_memory_page(struct tsr_memory *memory, unsigned long index)
 /* Takes a memory back that the device does not use, as it did not take it. */
 void tsr_memory_take_back(struct tsr_memory *memory)
 {
+	/* The session's end takes it back, too: one of both finds it in the table. */
 	if (!memory->id || xa_cmpxchg_irq(&memory->dev->memories, memory->id, memory, NULL,
 					  GFP_KERNEL) != memory)
 		return;
@@ -331,7 +352,10 @@ void tsr_memory_return_work(struct work_struct *work)
 	}
 }
 
-/* Takes all memory back, after the device has stopped. */
+/*
+ * Takes all memory back, after the device has stopped and new addresses are forbidden. Calls may take
+ * theirs back meanwhile: a memory is touched only once its table's reference is ours.
+ */
 void tsr_memory_return_all(struct tsr_dev *dev)
 {
 	struct tsr_memory *memory;
@@ -339,8 +363,9 @@ void tsr_memory_return_all(struct tsr_dev *dev)
 
 	flush_work(&dev->return_work);
 	xa_for_each(&dev->memories, id, memory) {
-		WRITE_ONCE(memory->dead, true);
-		if (xa_erase_irq(&dev->memories, id) != memory || dev->leak)
+		memory = xa_erase_irq(&dev->memories, id);
+		/* A device that could not be stopped keeps its reference for ever. */
+		if (!memory || dev->leak)
 			continue;
 		tsr_dma_unmap(dev, &memory->dma);
 		tsr_memory_put(memory);

@@ -117,8 +117,9 @@ static void tsr_place_add(struct tsr_file *file, struct tsr_place *place)
 }
 
 /* Shows memory in a range of this process, in place of what is there. */
-int tsr_place(struct tsr_dev *dev, const struct tsq_place *message)
+int tsr_place(struct tsr_file *from, const struct tsq_place *message)
 {
+	struct tsr_dev *dev = from->dev;
 	u64 address = le64_to_cpu(message->address), length = le64_to_cpu(message->length);
 	u64 start = le64_to_cpu(message->offset), offset, size;
 	struct tsr_memory *memory;
@@ -128,7 +129,7 @@ int tsr_place(struct tsr_dev *dev, const struct tsq_place *message)
 
 	if (!length || !PAGE_ALIGNED(address | length | start))
 		return -EIO;
-	memory = tsr_memory_get(dev, le64_to_cpu(message->memory));
+	memory = tsr_memory_get(dev, from->session, le64_to_cpu(message->memory));
 	if (!memory)
 		return -EIO;
 	size = (u64)memory->pages << PAGE_SHIFT;

@@ -2,8 +2,9 @@
 /*
  * Files in /proc/driver/nvidia, with the content that the device gives.
  *
- * The content is that of the time when the device was found. Files that are open while the device
- * goes away keep their content.
+ * The content is that of the current session's start, or of the last one's. Each start replaces the
+ * content, and does not remove files: procfs would wait for a reader, and a program can read into
+ * memory whose faults it serves itself. Only the end of the device waits for readers.
  */
 #include <linux/ctype.h>
 #include <linux/proc_fs.h>
@@ -18,15 +19,23 @@
 /* A file. Lives as long as the folder that has it. */
 struct tsr_proc_file {
 	struct list_head link;
-	size_t len;
-	char content[];
+	size_t len;			/* with content, under tsr_proc_lock */
+	void *content;
+	char path[];
 };
+
+/* Not held while a program's memory is written: seq_file has a buffer of its own. */
+static DEFINE_MUTEX(tsr_proc_lock);
 
 static int tsr_proc_show(struct seq_file *seq, void *unused)
 {
 	const struct tsr_proc_file *file = pde_data(file_inode(seq->file));
+	int error;
 
-	return seq_write(seq, file->content, file->len);
+	mutex_lock(&tsr_proc_lock);
+	error = seq_write(seq, file->content, file->len);
+	mutex_unlock(&tsr_proc_lock);
+	return error;
 }
 
 /* Whether a path has only plain names, so that it stays below the folder. */
@@ -88,41 +97,75 @@ static struct proc_dir_entry *tsr_proc_folder(struct tsr_proc *proc, const char 
 	return folder->entry;
 }
 
-/* Makes the root folder. Fails if another driver has it. */
+/* Makes the root folder, unless it is there. Fails if another driver has it. */
 int tsr_proc_begin(struct tsr_proc *proc)
 {
+	if (proc->root)
+		return 0;
 	INIT_LIST_HEAD(&proc->files);
 	INIT_LIST_HEAD(&proc->folders);
 	proc->root = proc_mkdir(TSR_PROC_ROOT, NULL);
 	return proc->root ? 0 : -EEXIST;
 }
 
-/* Adds a file. */
-int tsr_proc_add(struct tsr_proc *proc, const char *path, const void *content, size_t len)
+static struct tsr_proc_file *tsr_proc_find(struct tsr_proc *proc, const char *path)
 {
+	struct tsr_proc_file *file;
+
+	list_for_each_entry(file, &proc->files, link)
+		if (!strcmp(file->path, path))
+			return file;
+	return NULL;
+}
+
+/* Makes a file without content. */
+static struct tsr_proc_file *tsr_proc_make(struct tsr_proc *proc, const char *path)
+{
+	const char *slash = strrchr(path, '/');
 	struct proc_dir_entry *folder;
 	struct tsr_proc_file *file;
-	const char *slash = strrchr(path, '/');
 
-	if (!tsr_proc_path_ok(path))
-		return -EPROTO;
 	folder = tsr_proc_folder(proc, path, slash ? slash - path : 0);
-	file = kvmalloc(struct_size(file, content, len), GFP_KERNEL);
+	file = kzalloc(struct_size(file, path, strlen(path) + 1), GFP_KERNEL);
 	if (!folder || !file)
 		goto no_memory;
-	file->len = len;
-	memcpy(file->content, content, len);
+	strcpy(file->path, path);
 	if (!proc_create_single_data(slash ? slash + 1 : path, 0444, folder, tsr_proc_show, file))
 		goto no_memory;
 	list_add(&file->link, &proc->files);
-	return 0;
+	return file;
 
 no_memory:
-	kvfree(file);
-	return -ENOMEM;
+	kfree(file);
+	return NULL;
 }
 
-/* Removes all files. Waits for readers. */
+/* Gives a file its content, and makes it if there is none. */
+int tsr_proc_set(struct tsr_proc *proc, const char *path, const void *content, size_t len)
+{
+	struct tsr_proc_file *file;
+	void *copy;
+
+	if (!tsr_proc_path_ok(path))
+		return -EPROTO;
+	copy = kvmalloc(len ?: 1, GFP_KERNEL);
+	if (!copy)
+		return -ENOMEM;
+	memcpy(copy, content, len);
+	file = tsr_proc_find(proc, path) ?: tsr_proc_make(proc, path);
+	if (!file) {
+		kvfree(copy);
+		return -ENOMEM;
+	}
+	mutex_lock(&tsr_proc_lock);
+	swap(file->content, copy);
+	file->len = len;
+	mutex_unlock(&tsr_proc_lock);
+	kvfree(copy);
+	return 0;
+}
+
+/* Removes all files. Waits for readers: not with a lock that programs need. */
 void tsr_proc_end(struct tsr_proc *proc)
 {
 	struct tsr_proc_folder *folder, *next_folder;
@@ -132,8 +175,10 @@ void tsr_proc_end(struct tsr_proc *proc)
 		return;
 	proc_remove(proc->root);
 	proc->root = NULL;
-	list_for_each_entry_safe(file, next_file, &proc->files, link)
-		kvfree(file);
+	list_for_each_entry_safe(file, next_file, &proc->files, link) {
+		kvfree(file->content);
+		kfree(file);
+	}
 	list_for_each_entry_safe(folder, next_folder, &proc->folders, link)
 		kfree(folder);
 	INIT_LIST_HEAD(&proc->files);

@@ -127,7 +127,7 @@ bool tsr_queue_drain(struct tsr_dev *dev)
 		WRITE_ONCE(queue->indices->complete_head, cpu_to_le32(queue->head));
 	}
 	if (!valid) {
-		dev->invalid = true;
+		WRITE_ONCE(dev->invalid, true);
 		queue_work(dev->work, &dev->failed);
 	}
 	spin_unlock_irqrestore(&queue->lock, flags);
@@ -149,7 +149,7 @@ void tsr_queue_fail_all(struct tsr_dev *dev)
 }
 
 /* Puts a request into the ring. Returns -EAGAIN if the ring is full. */
-static int tsr_try_submit(struct tsr_request *request, u32 session)
+static int tsr_try_submit(struct tsr_request *request)
 {
 	struct tsr_dev *dev = request->dev;
 	struct tsr_queue *queue = &dev->queue;
@@ -158,7 +158,7 @@ static int tsr_try_submit(struct tsr_request *request, u32 session)
 	int error = 0;
 
 	spin_lock_irq(&queue->lock);
-	if (!queue->running || dev->session != session || request->buffer->session != session) {
+	if (!queue->running || dev->session != request->buffer->session) {
 		error = -EIO;
 		goto out;
 	}
@@ -192,10 +192,10 @@ out:
 }
 
 /*
- * Sends a request of a session. Waits while the ring is full, until a fatal signal if killable. The
- * buffer is the device's until tsr_wait() returns, unless there is an error.
+ * Sends a request of the session that has its buffer. Waits while the ring is full, until a fatal
+ * signal if killable. The buffer is the device's until tsr_wait() returns, unless there is an error.
  */
-int tsr_submit(struct tsr_request *request, u32 session, bool killable)
+int tsr_submit(struct tsr_request *request, bool killable)
 {
 	struct tsr_queue *queue = &request->dev->queue;
 	unsigned int state = killable ? TASK_KILLABLE : TASK_UNINTERRUPTIBLE;
@@ -205,7 +205,7 @@ int tsr_submit(struct tsr_request *request, u32 session, bool killable)
 	reinit_completion(&request->done);
 	for (;;) {
 		prepare_to_wait(&queue->room, &wait, state);
-		error = tsr_try_submit(request, session);
+		error = tsr_try_submit(request);
 		if (error != -EAGAIN)
 			break;
 		if (killable && fatal_signal_pending(current)) {
@@ -238,9 +238,9 @@ int tsr_wait(struct tsr_request *request)
 }
 
 /* Sends a request and waits. Frees it, unless it returns 0. */
-int tsr_call(struct tsr_request *request, u32 session)
+int tsr_call(struct tsr_request *request)
 {
-	int error = tsr_submit(request, session, true);
+	int error = tsr_submit(request, true);
 
 	if (!error) {
 		error = tsr_wait(request);

@@ -10,12 +10,12 @@
 
 static void tsr_buffer_free(struct tsr_dev *dev, struct tsr_buffer *buffer)
 {
-	tsr_dma_unmap(dev, &buffer->dma);
+	tsr_dma_free(dev, &buffer->dma);
 	vfree(buffer->data);
 	kfree(buffer);
 }
 
-/* Fills the list of the pages' addresses. */
+/* Fills the list of the pages' addresses. The session may have ended meanwhile. */
 static void tsr_buffer_list(struct tsr_buffer *buffer)
 {
 	u32 at = 0, range;
@@ -33,32 +33,35 @@ static void tsr_buffer_list(struct tsr_buffer *buffer)
 	}
 }
 
-static struct tsr_buffer *tsr_buffer_new(struct tsr_dev *dev, u32 pages)
+static struct tsr_buffer *tsr_buffer_new(struct tsr_dev *dev, u32 session, u32 pages)
 {
 	struct page *page[TSQ_MAX_PAGES + 1];
 	struct tsr_buffer *buffer;
+	int error = -ENOMEM;
 	u32 at;
 
-	buffer = kzalloc(sizeof(*buffer), GFP_KERNEL);
+	/* Any number of threads may wait with a buffer: each counts for its program's cgroup. */
+	buffer = kzalloc(sizeof(*buffer), GFP_KERNEL_ACCOUNT);
 	if (!buffer)
-		return NULL;
+		return ERR_PTR(error);
 	buffer->pages = pages;
-	buffer->session = READ_ONCE(dev->session);
-	buffer->data = vzalloc((pages + 1) * PAGE_SIZE);
+	buffer->session = session;
+	buffer->data = __vmalloc((pages + 1) * PAGE_SIZE, GFP_KERNEL_ACCOUNT | __GFP_ZERO);
 	if (!buffer->data)
-		goto no_memory;
+		goto out;
 	buffer->list = buffer->data + pages * PAGE_SIZE;
 	for (at = 0; at <= pages; at++)
 		page[at] = vmalloc_to_page(buffer->data + at * PAGE_SIZE);
-	if (tsr_dma_map(dev, &buffer->dma, page, pages + 1))
-		goto no_memory;
+	error = tsr_dma_map(dev, session, &buffer->dma, page, pages + 1);
+	if (error)
+		goto out;
 	tsr_buffer_list(buffer);
 	return buffer;
 
-no_memory:
+out:
 	vfree(buffer->data);
 	kfree(buffer);
-	return NULL;
+	return ERR_PTR(error);
 }
 
 static struct tsr_buffer *tsr_buffer_idle(struct tsr_dev *dev)
@@ -110,21 +113,28 @@ static void tsr_orphan_work(struct work_struct *work)
 	request->orphan(request);
 }
 
-/* Makes a request with a buffer of some pages. */
-struct tsr_request *tsr_request_new(struct tsr_dev *dev, u32 pages)
+/* Makes a request of a session, with a buffer of some pages. */
+struct tsr_request *tsr_request_new(struct tsr_dev *dev, u32 session, u32 pages)
 {
-	struct tsr_request *request = kzalloc(sizeof(*request), GFP_KERNEL);
+	struct tsr_request *request = kzalloc(sizeof(*request), GFP_KERNEL_ACCOUNT);
+	struct tsr_buffer *buffer = NULL;
 
 	if (!request)
-		return NULL;
-	if (pages == TSQ_MAX_PAGES)
-		request->buffer = tsr_buffer_idle(dev);
-	if (!request->buffer)
-		request->buffer = tsr_buffer_new(dev, pages);
-	if (!request->buffer) {
-		kfree(request);
-		return NULL;
+		return ERR_PTR(-ENOMEM);
+	/* Idle buffers are the current session's: one of another session needs none. */
+	if (pages == TSQ_MAX_PAGES && tsr_session_is(dev, session))
+		buffer = tsr_buffer_idle(dev);
+	if (buffer && buffer->session != session) {
+		tsr_buffer_put(dev, buffer);
+		buffer = NULL;
 	}
+	if (!buffer)
+		buffer = tsr_buffer_new(dev, session, pages);
+	if (IS_ERR(buffer)) {
+		kfree(request);
+		return ERR_CAST(buffer);
+	}
+	request->buffer = buffer;
 	kref_get(&dev->ref);
 	request->dev = dev;
 	request->orphan = tsr_orphan_free;

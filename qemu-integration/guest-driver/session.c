@@ -44,8 +44,9 @@ static int tsr_wait_state(struct tsr_dev *dev, u32 wanted)
 		if ((status & 0xff) == wanted)
 			return 0;
 		if (wanted == TSQ_STATE_RUNNING && (status & 0xff) == TSQ_STATE_FAILED) {
-			dev_err(&dev->pdev->dev, "The vGPU does not start: %s\n",
-				tsr_error(status));
+			/* Any program may try again at once. */
+			dev_err_ratelimited(&dev->pdev->dev, "The vGPU does not start: %s\n",
+					    tsr_error(status));
 			return -EIO;
 		}
 		if (time_after(jiffies, limit))
@@ -56,15 +57,15 @@ static int tsr_wait_state(struct tsr_dev *dev, u32 wanted)
 
 static int tsr_hello(struct tsr_dev *dev)
 {
-	struct tsr_request *request = tsr_request_new(dev, TSQ_MAX_PAGES);
+	struct tsr_request *request = tsr_request_new(dev, dev->session, TSQ_MAX_PAGES);
 	struct tsr_queue *queue = &dev->queue;
 	const struct tsq_reply *reply;
 	int error;
 
-	if (!request)
-		return -ENOMEM;
+	if (IS_ERR(request))
+		return PTR_ERR(request);
 	tsr_request_begin(request, TSQ_OP_HELLO, 0, sizeof(struct tsq_request));
-	error = tsr_submit(request, dev->session, false);
+	error = tsr_submit(request, false);
 	if (error)
 		goto out;
 	if (!wait_for_completion_timeout(&request->done, msecs_to_jiffies(TSR_LIMIT_MS))) {
@@ -85,6 +86,18 @@ out:
 	return error;
 }
 
+/* Resets a device that does not stop. Without the state before, it would have no registers. */
+static int tsr_reset_device(struct tsr_dev *dev)
+{
+	int error = pci_save_state(dev->pdev);
+
+	if (error)
+		return error;
+	error = pcie_reset_flr(dev->pdev, PCI_RESET_DO_RESET);
+	pci_restore_state(dev->pdev);
+	return error ?: tsr_wait_state(dev, TSQ_STATE_OFF);
+}
+
 /* Stops the device. Afterwards it uses no memory of the guest. */
 static void tsr_stop_device(struct tsr_dev *dev)
 {
@@ -95,9 +108,9 @@ static void tsr_stop_device(struct tsr_dev *dev)
 	writel(0, dev->regs + TSQ_REG_INTR_ENABLE);
 	writel(0, dev->regs + TSQ_REG_QUEUE_CONTROL);
 	error = tsr_wait_state(dev, TSQ_STATE_OFF);
-	if (error == -ETIMEDOUT && !pcie_reset_flr(dev->pdev, PCI_RESET_DO_RESET))
-		error = tsr_wait_state(dev, TSQ_STATE_OFF);
-	if (error == -ETIMEDOUT) {
+	if (error == -ETIMEDOUT)
+		error = tsr_reset_device(dev);
+	if (error && error != -ENODEV) {
 		dev_err(&dev->pdev->dev,
 			"The vGPU does not stop: its memory is lost until the next boot\n");
 		dev->leak = true;
@@ -112,20 +125,25 @@ int tsr_session_start(struct tsr_dev *dev)
 
 	if (dev->leak)
 		return -EIO;
-	tsr_dma_allow(dev);
 	error = tsr_queue_alloc(dev);
 	if (error)
 		return error;
+	/* Before the queue runs, so that nobody takes files of an earlier session for this one's. */
+	spin_lock_irq(&queue->lock);
+	WRITE_ONCE(dev->session, dev->session + 1);
+	spin_unlock_irq(&queue->lock);
+	mutex_lock(&dev->doorbell_lock);
+	dev->withdrawn = false;
+	mutex_unlock(&dev->doorbell_lock);
+	tsr_dma_allow(dev, true);
 	writel(lower_32_bits(queue->base), dev->regs + TSQ_REG_QUEUE_BASE_LO);
 	writel(upper_32_bits(queue->base), dev->regs + TSQ_REG_QUEUE_BASE_HI);
 	writel(TSR_SLOTS, dev->regs + TSQ_REG_QUEUE_SLOTS);
 	writel(TSQ_CONTROL_ENABLE, dev->regs + TSQ_REG_QUEUE_CONTROL);
 	error = tsr_wait_state(dev, TSQ_STATE_RUNNING);
 	spin_lock_irq(&queue->lock);
-	WRITE_ONCE(dev->session, dev->session + 1);
-	dev->invalid = false;
-	dev->withdrawn = false;
-	WRITE_ONCE(queue->running, !error);
+	WRITE_ONCE(dev->invalid, false);
+	smp_store_release(&queue->running, !error);
 	spin_unlock_irq(&queue->lock);
 	if (!error && dev->irq)
 		writel(TSQ_INTR_QUEUE | TSQ_INTR_LOST, dev->regs + TSQ_REG_INTR_ENABLE);
@@ -148,6 +166,8 @@ void tsr_session_stop(struct tsr_dev *dev)
 	spin_unlock_irq(&queue->lock);
 	tsr_unmap_all(dev);
 	tsr_stop_device(dev);
+	/* From here on nothing is added to the device's table and list: both can be emptied. */
+	tsr_dma_allow(dev, false);
 	tsr_queue_fail_all(dev);
 	tsr_files_wake(dev);
 	tsr_memory_return_all(dev);
@@ -189,11 +209,11 @@ void tsr_session_failed(struct work_struct *work)
 	mutex_lock(&dev->lock);
 	if (dev->present && dev->queue.running) {
 		status = readl(dev->regs + TSQ_REG_QUEUE_STATUS);
-		if (dev->invalid)
+		if (READ_ONCE(dev->invalid))
 			dev_err(&dev->pdev->dev, "The vGPU has sent an invalid completion\n");
 		else if ((status & 0xff) != TSQ_STATE_RUNNING)
 			dev_err(&dev->pdev->dev, "The vGPU has stopped: %s\n", tsr_error(status));
-		if (dev->invalid || (status & 0xff) != TSQ_STATE_RUNNING)
+		if (READ_ONCE(dev->invalid) || (status & 0xff) != TSQ_STATE_RUNNING)
 			tsr_session_stop(dev);
 	}
 	mutex_unlock(&dev->lock);

@@ -16,6 +16,61 @@
  * mapping.c	mmap; place.c ranges of nvidia-uvm; doorbell.c the doorbell page
  * proc.c	/proc/driver/nvidia
  * direct.c	/dev/tessera-vgpu; checkpoint.c /dev/tessera-checkpoint
+ *
+ * Lifetimes
+ *
+ * A program can let accesses to its memory wait for as long as it likes (userfaultfd, FUSE). The
+ * vGPU can go at any time: by unbinding, unplugging, reset, suspend, or a failure that ends its
+ * session. Hence three rules:
+ *
+ * 1. No lock of the driver is held while a program's memory is accessed.
+ * 2. What is used after a sleep is kept by a reference. Whether its session still lasts is checked
+ *    again under the lock that the use needs.
+ * 3. The end of a session waits for no program. It takes from each object what the device may use,
+ *    and leaves the object to the holders of its references.
+ *
+ * Each object: who holds it; what protects it; what the end of its session does.
+ *
+ * tsr_dev: the PCI function, open files, requests; kref. Outlives all other objects: mappings and
+ *	places hold a file, calls a request. After its removal it has no registers: what uses them
+ *	checks dev->present under dev->lock, or queue.running under queue.lock or doorbell_lock.
+ * session, a number: changed under dev->lock and queue.lock while the queue does not run. Its end
+ *	clears queue.running, after which tsr_session_is() and tsr_submit() refuse it for ever.
+ * tsr_file: its struct file, which mappings and fget() hold; does not change after open(), except
+ *	for the places (places_lock). Stays: ioctl(), mmap() and poll() report the end.
+ * tsr_request: its sender, or the queue's slot once the sender was killed (queue.lock). Leaves its
+ *	slot with -EIO.
+ * tsr_buffer: its request, whose sender alone uses it unless it is pending, or dev->idle
+ *	(idle_lock). Loses its addresses; idle ones are freed.
+ * tsr_memory: the table dev->memories, calls, places and mappings; kref. Does not change once it is
+ *	in the table. Leaves the table and loses its addresses; faults are SIGBUS from then on. Who
+ *	removes it from the table owns the table's reference, and nobody else uses that one.
+ * tsr_dma: a part of its buffer or memory. The ranges do not change until the owner frees them;
+ *	whether the device may use them is under dma_lock. The end of the session unmaps them and
+ *	leaves the numbers, which the owner may be reading.
+ * tsr_place: its file (places_lock). Stays until the file is closed or the range is unmapped.
+ * tsr_calls: tsr_dev; RCU. Replaced by the next session.
+ * files in /proc: tsr_dev (dev->lock), their content under tsr_proc_lock. Stay; the next session
+ *	replaces the content. Only the removal of the driver waits for their readers.
+ * doorbell page: mapped by faults under doorbell_lock, while the session lasts. The end of the
+ *	session takes that lock and unmaps the page after it.
+ *
+ * A buffer or memory gets addresses, and a memory its place in the table, under dma_lock and only
+ * while its session lasts. So nothing is added after tsr_session_stop() has emptied both.
+ *
+ * A mapping that is made, or a fault that is served, during the end of a session may keep its pages
+ * of memory. They have references, and the device does not use them any more.
+ *
+ * The module stays while a file is open. Works, the thread and the interrupt end with tsr_end().
+ *
+ * Locks, outermost first: checkpoint.opening, dev->lock, mmap_lock (of the kernel), doorbell_lock
+ * or places_lock, dma_lock, queue.lock, files_lock or that of the table. tsr_current_lock,
+ * tsr_proc_lock and idle_lock are innermost. dev->lock may be held for 20 s, in which a device
+ * starts or stops.
+ *
+ * Memory that the driver allocates for a program counts for the program's memory cgroup. At most 64
+ * requests are at the device, those of killed processes included. Other senders wait, and can be
+ * killed.
  */
 #ifndef TESSERA_H
 #define TESSERA_H
@@ -58,14 +113,18 @@
 struct tsr_dev;
 struct tsr_file;
 
-/* Addresses of pages for the device. Removed when the device stops, at the latest. */
 struct tsr_dma_range {
 	dma_addr_t address;
 	size_t length;
 };
 
+/*
+ * Addresses of pages for the device. Removed when the device stops, at the latest. The numbers do
+ * not change until the owner frees them, and need no lock.
+ */
 struct tsr_dma {
-	struct list_head link;		/* in tsr_dev.dma, if mapped */
+	struct list_head link;		/* in tsr_dev.dma, if mapped; under dma_lock */
+	bool mapped;			/* the device may use them; under dma_lock */
 	struct tsr_dma_range *range;
 	u32 count;
 };
@@ -117,8 +176,8 @@ struct tsr_queue {
 struct tsr_memory {
 	struct kref ref;
 	u32 id;
+	u32 session;			/* the session that it is of */
 	bool pinned;
-	bool dead;			/* the device has stopped */
 	u64 address;			/* of the program, if pinned */
 	unsigned long pages;
 	unsigned long charged;
@@ -127,7 +186,7 @@ struct tsr_memory {
 	struct tsq_list **list;		/* pages with the ranges, for one request */
 	u32 lists;
 	struct tsr_dma list_dma;
-	struct tsr_dev *dev;		/* while it has DMA addresses */
+	struct tsr_dev *dev;		/* outlives it: see above */
 	struct llist_node returned;
 };
 
@@ -212,7 +271,7 @@ struct tsr_dev {
 	struct llist_head returned;
 	struct work_struct return_work;
 
-	struct mutex dma_lock;		/* of dma_ok, dma, and ranges of tsr_dma */
+	struct mutex dma_lock;		/* of dma_ok, dma, and additions to memories */
 	bool dma_ok;
 	struct list_head dma;		/* all tsr_dma */
 
@@ -246,7 +305,8 @@ int tsr_session_ensure(struct tsr_dev *dev);
 void tsr_session_failed(struct work_struct *work);
 static inline bool tsr_session_is(struct tsr_dev *dev, u32 session)
 {
-	return READ_ONCE(dev->session) == session && READ_ONCE(dev->queue.running);
+	/* In this order: the number changes while the queue does not run. */
+	return smp_load_acquire(&dev->queue.running) && READ_ONCE(dev->session) == session;
 }
 
 /* welcome.c */
@@ -259,14 +319,14 @@ int tsr_queue_start_polling(struct tsr_dev *dev);
 void tsr_queue_stop_polling(struct tsr_dev *dev);
 bool tsr_queue_drain(struct tsr_dev *dev);
 void tsr_queue_fail_all(struct tsr_dev *dev);
-int tsr_submit(struct tsr_request *request, u32 session, bool killable);
+int tsr_submit(struct tsr_request *request, bool killable);
 int tsr_wait(struct tsr_request *request);
 /* Result of tsr_wait(): the request is no longer the caller's. */
 #define TSR_ABANDONED 1
-int tsr_call(struct tsr_request *request, u32 session);
+int tsr_call(struct tsr_request *request);
 
 /* request.c */
-struct tsr_request *tsr_request_new(struct tsr_dev *dev, u32 pages);
+struct tsr_request *tsr_request_new(struct tsr_dev *dev, u32 session, u32 pages);
 void tsr_request_free(struct tsr_request *request);
 void *tsr_request_begin(struct tsr_request *request, u32 opcode, u64 file, u32 bytes);
 void tsr_buffers_free(struct tsr_dev *dev);
@@ -313,15 +373,18 @@ int tsr_add_file(struct tsr_ioctl *call, s32 fd);
 int tsr_done(struct tsr_ioctl *call);
 
 /* dma.c */
-int tsr_dma_map(struct tsr_dev *dev, struct tsr_dma *dma, struct page **page, unsigned long pages);
+int tsr_dma_map(struct tsr_dev *dev, u32 session, struct tsr_dma *dma, struct page **page,
+		unsigned long pages);
 void tsr_dma_unmap(struct tsr_dev *dev, struct tsr_dma *dma);
-void tsr_dma_allow(struct tsr_dev *dev);
+void tsr_dma_free(struct tsr_dev *dev, struct tsr_dma *dma);
+bool tsr_dma_allowed(struct tsr_dev *dev, u32 session);
+void tsr_dma_allow(struct tsr_dev *dev, bool ok);
 void tsr_dma_end(struct tsr_dev *dev);
 
 /* memory.c */
-struct tsr_memory *tsr_memory_allocate(struct tsr_dev *dev, u64 length);
-struct tsr_memory *tsr_memory_pin(struct tsr_dev *dev, u64 address, u64 length);
-struct tsr_memory *tsr_memory_get(struct tsr_dev *dev, u64 id);
+struct tsr_memory *tsr_memory_allocate(struct tsr_dev *dev, u32 session, u64 length);
+struct tsr_memory *tsr_memory_pin(struct tsr_dev *dev, u32 session, u64 address, u64 length);
+struct tsr_memory *tsr_memory_get(struct tsr_dev *dev, u32 session, u64 id);
 void tsr_memory_put(struct tsr_memory *memory);
 void tsr_memory_take_back(struct tsr_memory *memory);
 void tsr_memory_returned(struct tsr_dev *dev, u64 id);
@@ -334,7 +397,7 @@ struct page *tsr_memory_page(struct tsr_memory *memory, unsigned long index);
 int tsr_file_mmap(struct file *filp, struct vm_area_struct *vma);
 void tsr_unmap_all(struct tsr_dev *dev);
 extern const struct vm_operations_struct tsr_range_vm_ops;
-int tsr_place(struct tsr_dev *dev, const struct tsq_place *place);
+int tsr_place(struct tsr_file *from, const struct tsq_place *place);
 void tsr_places_drop(struct tsr_file *file, u64 offset, u64 length);
 extern const struct vm_operations_struct tsr_doorbell_vm_ops;
 void tsr_doorbell_withdraw(struct work_struct *work);
@@ -354,7 +417,7 @@ void tsr_checkpoint_end_open(struct tsr_dev *dev);
 
 /* proc.c */
 int tsr_proc_begin(struct tsr_proc *proc);
-int tsr_proc_add(struct tsr_proc *proc, const char *path, const void *content, size_t len);
+int tsr_proc_set(struct tsr_proc *proc, const char *path, const void *content, size_t len);
 void tsr_proc_end(struct tsr_proc *proc);
 
 #endif

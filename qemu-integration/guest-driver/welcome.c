@@ -60,7 +60,7 @@ static int tsr_welcome_proc_file(struct tsr_dev *dev, const void *reply, u32 byt
 	path = kmemdup_nul(reply + path_offset, path_bytes, GFP_KERNEL);
 	if (!path)
 		return -ENOMEM;
-	error = tsr_proc_add(&dev->proc, path, reply + content_offset, content_bytes);
+	error = tsr_proc_set(&dev->proc, path, reply + content_offset, content_bytes);
 	kfree(path);
 	return error;
 }
@@ -75,7 +75,6 @@ static int tsr_welcome_proc(struct tsr_dev *dev, const struct tsq_welcome *welco
 			 sizeof(*file));
 	if (!file || count > TSR_MAX_PROC_FILES)
 		return -EPROTO;
-	tsr_proc_end(&dev->proc);
 	error = tsr_proc_begin(&dev->proc);
 	for (at = 0; at < count && !error; at++)
 		error = tsr_welcome_proc_file(dev, welcome, bytes, &file[at]);

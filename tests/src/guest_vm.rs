@@ -18,6 +18,21 @@ use crate::{Vgpud, vgpuctl};
 /// Longest time of a command in the VM.
 pub const LIMIT: Duration = Duration::from_secs(120);
 
+/// Size of a VM.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    /// Memory in MiB.
+    pub memory_mib: u32,
+    /// Number of CPUs.
+    pub cpus: u32,
+}
+
+impl Default for Size {
+    fn default() -> Self {
+        Self { memory_mib: 1024, cpus: 1 }
+    }
+}
+
 /// A running VM.
 #[derive(Debug)]
 pub struct Guest {
@@ -36,17 +51,17 @@ impl Guest {
         vgpu: Option<&Path>,
         folder: &Path,
     ) -> Result<Self> {
-        Self::boot_with_memory(kernel, module, files, vgpu, folder, 1024)
+        Self::boot_with(kernel, module, files, vgpu, folder, Size::default())
     }
 
-    /// Boots such a VM with another amount of memory, in MiB.
-    pub fn boot_with_memory(
+    /// Boots such a VM of another size.
+    pub fn boot_with(
         kernel: &Kernel,
         module: &Path,
         files: &[(String, PathBuf)],
         vgpu: Option<&Path>,
         folder: &Path,
-        memory_mib: u32,
+        size: Size,
     ) -> Result<Self> {
         let root = Root::open(&Progress::new())?;
         let target = folder.join("initramfs.cpio");
@@ -57,7 +72,7 @@ impl Guest {
         let mut lab = Lab { root, initramfs: target, kvm: false };
         lab.root.kernel = kernel.clone();
         let mut spec = VmSpec { replaceable: true, ..VmSpec::new("module") };
-        spec.memory_mib = memory_mib;
+        (spec.memory_mib, spec.cpus) = (size.memory_mib, size.cpus);
         spec.devices.extend(vgpu.map(|socket| vgpu_device("vgpu0", socket)));
         let vm = Vm::boot(&lab, &spec, &folder.join("vm"))?;
         Ok(Self { vm, lab, spec })
@@ -92,7 +107,8 @@ impl Guest {
     /// Checks that the kernel has found no fault.
     pub fn check_log(&mut self) -> Result<()> {
         let log = self.run("dmesg")?;
-        for sign in ["BUG:", "WARNING:", "Oops", "KFENCE", "general protection", "leaked"] {
+        for sign in ["BUG:", "WARNING:", "Oops", "KFENCE", "general protection", "leaked", "KCSAN"]
+        {
             ensure!(!log.contains(sign), "{sign}\n{log}");
         }
         Ok(())

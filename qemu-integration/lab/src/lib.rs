@@ -12,7 +12,8 @@
 //! * [`kvm`]: check of KVM; [`mdevctl`]: the real mdevctl
 //! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with iommufd
 //! * [`booted`]: such a host with a Debian booted by systemd and Tessera's package
-//! * [`guest_driver`]: the guest's Linux module, compiled for Debian's kernels
+//! * [`guest_driver`]: the guest's Linux module, compiled for Debian's kernels; [`debug_kernel`]:
+//!   kernels that look for its faults
 //! * [`machine`]: a fresh Debian machine with libvirt; [`namespaces`]: what it runs in
 //! * [`checkers`]: Debian's package checkers
 //! * [`kube`]: a Kubernetes cluster of one node
@@ -43,6 +44,7 @@ pub mod cleanup;
 pub mod cuda_libraries;
 pub mod deb;
 pub mod debs;
+pub mod debug_kernel;
 pub mod demo;
 pub mod guest;
 pub mod guest_driver;

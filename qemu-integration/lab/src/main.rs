@@ -33,7 +33,8 @@ enum Task {
     /// machine's GPU, or those that take long
     Test {
         /// `nvidia`: the tests that need an NVIDIA GPU; `endurance`: 1,000 programs, 100 reloads,
-        /// 50 hot-unplugs and 100 restores in VMs, and 1,000 dead workers
+        /// 50 hot-unplugs and 100 restores in VMs, 1,000 dead workers, and races of the guest's
+        /// module in kernels that look for faults, which the first run compiles
         kind: Option<String>,
     },
     /// Run the tests with a Kubernetes cluster of one node, made of Debian's packages. The first

@@ -52,6 +52,8 @@ pub struct VmSpec {
     pub name: String,
     /// Memory size in MiB.
     pub memory_mib: u32,
+    /// Number of CPUs.
+    pub cpus: u32,
     /// Memory backend.
     pub memory: Memory,
     /// Devices present at start, in QEMU's JSON form.
@@ -86,6 +88,7 @@ impl VmSpec {
         Self {
             name: name.to_owned(),
             memory_mib: 256,
+            cpus: 1,
             memory: Memory::Shared,
             devices: Vec::new(),
             kvm: false,
@@ -136,6 +139,7 @@ impl VmSpec {
         // With AMD's CPUs the memory space ends at 1012 GiB; SeaBIOS puts the ports' windows beyond
         // that.
         add(&["-cpu", &format!("{},vendor=GenuineIntel", self.cpu)]);
+        add(&["-smp", &self.cpus.to_string()]);
         if self.virtual_time {
             // 16 ns per instruction.
             add(&["-icount", "shift=4,sleep=off"]);

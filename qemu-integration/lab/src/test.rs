@@ -61,16 +61,18 @@ const MEASURED: [&str; 17] = [
 /// the target folder. It runs before them.
 const BUILDS: &str = "system-tests/qemu/bundle";
 /// Tests that take long, as `package/program/module`. Only [`endurance`] runs them.
-const LONG: [&str; 3] = [
+const LONG: [&str; 4] = [
     "system-tests/cuda/endurance",
     "system-tests/daemon/replacement_endurance",
+    "system-tests/guest_driver/endurance",
     "system-tests/qemu/saving_endurance",
 ];
 /// Tests with VMs that take over a minute, the longest first. They start first, so that none of
 /// them is left alone at the end.
-const FIRST: [&str; 10] = [
+const FIRST: [&str; 11] = [
     "system-tests/libvirt/domains",
     "system-tests/cuda/in_vm",
+    "system-tests/guest_driver/unbinding",
     "system-tests/vfio/service",
     "system-tests/vfio/dma",
     "system-tests/qemu/vms",

@@ -13,7 +13,7 @@ use lab::initramfs;
 use lab::progress::Progress;
 use lab::qemu::{Vm, vgpu_device};
 use serde_json::json;
-use system_tests::guest_vm::{self, Guest};
+use system_tests::guest_vm::{self, Guest, Size};
 use system_tests::{Vgpud, skipped, vgpuctl, worker_deaths};
 
 use crate::{TYPE, inside, libraries};
@@ -80,8 +80,8 @@ impl CudaVm {
         let files = programs(libraries, scratch.path())?;
         let socket = Some(socket.as_path()).filter(|_| setup.with_vgpu);
         let (kernel, folder) = (&target.kernel, scratch.path());
-        let mut guest =
-            Guest::boot_with_memory(kernel, &module, &files, socket, folder, setup.memory_mib)?;
+        let size = Size { memory_mib: setup.memory_mib, ..Size::default() };
+        let mut guest = Guest::boot_with(kernel, &module, &files, socket, folder, size)?;
         guest.run(&format!("insmod /module.ko {}", setup.parameters))?;
         guest.run("mkdir -p /dev/shm && mount -t tmpfs none /dev/shm")?;
         Ok(Some(Self { guest, uuid, scratch, vgpud }))
