@@ -104,7 +104,7 @@ pub struct ArenaPlace {
 /// All files with memory of a vGPU's programs.
 #[derive(Debug, Default)]
 pub struct Files {
-    files: ChangeMap<MemoryFileId, File>,
+    by_id: ChangeMap<MemoryFileId, File>,
     last: u32,
     /// Length of all arenas, in bytes.
     arena_bytes: u64,
@@ -125,17 +125,17 @@ impl Files {
 
     /// Returns the processes of the descriptors, one for each.
     pub fn processes(&self) -> impl Iterator<Item = i32> {
-        self.files.values().map(|file| file.process)
+        self.by_id.values().map(|file| file.process)
     }
 
     /// Returns the descriptor of a file.
     pub fn fd(&self, id: MemoryFileId) -> Option<BorrowedFd<'_>> {
-        self.files.get(&id).map(|file| file.fd.as_fd())
+        self.by_id.get(&id).map(|file| file.fd.as_fd())
     }
 
     /// Returns the owner of a file that has other memory of the owner, too, or may get it.
     pub fn sole_owner(&self, id: MemoryFileId) -> Option<FileId> {
-        match self.files.get(&id) {
+        match self.by_id.get(&id) {
             Some(File { contents: Contents::Arena(Arena { is_shared: false, .. }), .. }) | None => {
                 None
             }
@@ -158,7 +158,7 @@ impl Files {
         room: u64,
     ) -> Result<ArenaPlace, Stop> {
         let mut total = 0;
-        for (id, file) in self.files.iter_mut_unnoted() {
+        for (id, file) in self.by_id.iter_mut_unnoted() {
             let Contents::Arena(arena) = &mut file.contents else { continue };
             if file.owner != owner.file {
                 continue;
@@ -199,13 +199,13 @@ impl Files {
 
     fn insert(&mut self, id: MemoryFileId, file: File) {
         self.last = id.0;
-        self.files.insert(id, file);
+        self.by_id.insert(id, file);
     }
 
     /// Adds a program's file for a store with registered memory, or finds it.
     pub fn add_registered(&mut self, owner: Owner, fd: OwnedFd) -> Result<MemoryFileId, Stop> {
         let new = FileIdentity::of(&fd).map_err(GpuError::from)?;
-        for (id, file) in self.files.iter_mut_unnoted() {
+        for (id, file) in self.by_id.iter_mut_unnoted() {
             if file.owner == owner.file
                 && let Contents::Registered(stores) = &mut file.contents
                 && FileIdentity::of(&file.fd).is_ok_and(|known| known == new)
@@ -223,11 +223,11 @@ impl Files {
     /// Ends a store with registered memory.
     pub fn release_registered(&mut self, id: MemoryFileId) {
         if let Some(File { contents: Contents::Registered(stores), .. }) =
-            self.files.get_mut_unnoted(&id)
+            self.by_id.get_mut_unnoted(&id)
         {
             *stores -= 1;
             if *stores == 0 {
-                self.files.remove(&id);
+                self.by_id.remove(&id);
             }
         }
     }
@@ -235,7 +235,7 @@ impl Files {
     /// Returns the import of an arena.
     pub fn import(&mut self, gpu: &mut dyn Client, id: MemoryFileId) -> Result<MemoryId, GpuError> {
         const NONE: GpuError = GpuError::NotFound("memory");
-        let file = self.files.get(&id).ok_or(NONE)?;
+        let file = self.by_id.get(&id).ok_or(NONE)?;
         let Contents::Arena(arena) = &file.contents else { return Err(NONE) };
         if let Some(import) = arena.import {
             return Ok(import);
@@ -243,7 +243,7 @@ impl Files {
         let len = arena.extents.total();
         let import =
             gpu.import(GuestRam { fd: file.fd.as_fd(), offset: 0, len, writable: true })?;
-        if let Some(File { contents: Contents::Arena(arena), .. }) = self.files.get_mut(&id) {
+        if let Some(File { contents: Contents::Arena(arena), .. }) = self.by_id.get_mut(&id) {
             arena.import = Some(import);
         }
         Ok(import)
@@ -259,12 +259,12 @@ impl Files {
     /// the caller releases. `pins` tells whether the driver pins the pages of imports.
     pub fn free(&mut self, place: ArenaPlace, len: u64, pins: bool) -> Option<MemoryId> {
         let ArenaPlace { file: id, start: offset } = place;
-        let file = self.files.get_mut_unnoted(&id)?;
+        let file = self.by_id.get_mut_unnoted(&id)?;
         let Contents::Arena(arena) = &mut file.contents else { return None };
         arena.extents.release(&[Extent { offset, len }]);
         if arena.extents.is_unused() {
             let (bytes, import) = (arena.extents.total(), arena.import);
-            self.files.remove(&id);
+            self.by_id.remove(&id);
             self.arena_bytes -= bytes;
             return import;
         }
@@ -282,17 +282,17 @@ impl Files {
 
     /// Returns whether something has changed since the last [`Self::take_changes`].
     pub fn is_changed(&self) -> bool {
-        self.files.is_changed()
+        self.by_id.is_changed()
     }
 
     /// Returns what has changed since the last call.
     pub fn take_changes(&mut self) -> Vec<Changed<MemoryFileId, FileState>> {
-        self.files.take_changes(File::state)
+        self.by_id.take_changes(File::state)
     }
 
     /// Returns all of the state.
     pub fn all(&self) -> Vec<Changed<MemoryFileId, FileState>> {
-        self.files.all(File::state)
+        self.by_id.all(File::state)
     }
 
     /// Returns the number of the last file.
@@ -326,13 +326,13 @@ impl Files {
             };
             files.insert(id, File { fd, owner, process, contents });
         }
-        self.files = ChangeMap::unchanged(files);
+        self.by_id = ChangeMap::unchanged(files);
         Ok(())
     }
 
     /// Adopts the place of a store in an arena. Returns false if that is impossible.
     pub fn adopt_place(&mut self, ArenaPlace { file, start }: ArenaPlace, len: u64) -> bool {
-        match self.files.get_mut_unnoted(&file) {
+        match self.by_id.get_mut_unnoted(&file) {
             Some(File { contents: Contents::Arena(arena), .. }) => {
                 arena.extents.take_again(Extent { offset: start, len })
             }
@@ -342,7 +342,7 @@ impl Files {
 
     /// Adopts a store with registered memory. Returns the file.
     pub fn adopt_registered(&mut self, id: MemoryFileId) -> Option<BorrowedFd<'_>> {
-        let file = self.files.get_mut_unnoted(&id)?;
+        let file = self.by_id.get_mut_unnoted(&id)?;
         let Contents::Registered(stores) = &mut file.contents else { return None };
         *stores = stores.checked_add(1)?;
         Some(file.fd.as_fd())
@@ -354,7 +354,7 @@ impl Files {
             Contents::Arena(arena) => !arena.extents.is_unused(),
             Contents::Registered(stores) => *stores > 0,
         };
-        let all_used = self.files.values().all(is_used);
+        let all_used = self.by_id.values().all(is_used);
         if all_used { Ok(()) } else { Err(Damaged("a file has no memory")) }
     }
 }
@@ -393,7 +393,7 @@ fn punch_hole(file: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<()> {
 }
 
 fn write_zeros(file: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<()> {
-    const ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+    static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
     for done in (0..len).step_by(ZEROS.len()) {
         let bytes = (len - done).min(ZEROS.len() as u64) as usize;
         write_all(file, offset + done, &ZEROS[..bytes])?;

@@ -81,7 +81,7 @@ mod tests {
     fn a_process_that_receives_no_replies_is_noticed() {
         let (ours, theirs) = SeqPacket::pair().unwrap();
         let mut unread = Unread::default();
-        let mut reply = |unread: &mut Unread| {
+        let reply = |unread: &mut Unread| {
             unread.check(&ours)?;
             ours.send(b"reply", &[ours.as_fd()])?;
             unread.note();

@@ -1,5 +1,7 @@
 //! Arenas, whatever programs allocate and free.
 
+use std::collections::BTreeSet;
+
 use nix::sys::uio::pread;
 use proptest::prelude::*;
 
@@ -43,7 +45,7 @@ fn check(files: &Files, held: &[Held]) -> Result<(), TestCaseError> {
             prop_assert_eq!(files.sole_owner(first.place.file), Some(FileId(first.owner)));
         }
     }
-    let used: BTreeMap<_, _> = held.iter().map(|one| (one.place.file, ())).collect();
+    let used: BTreeSet<_> = held.iter().map(|one| one.place.file).collect();
     prop_assert_eq!(used.len(), files.processes().count(), "an empty arena is gone");
     let lens = files.all().into_iter().filter_map(|(_, state)| Some(state?.arena?.len));
     prop_assert_eq!(lens.sum::<u64>(), files.arena_bytes());
@@ -168,12 +170,12 @@ fn freed_memory_goes_back_unless_it_is_pinned() {
         let mut files = Files::default();
         let mut allocate = |len| files.allocate(owner(1), len, false, ROOM).unwrap();
         let (first, second) = (allocate(PAGE_SIZE), allocate(64 * PAGE_SIZE));
-        if let Some(file) = files.files.get_mut(&first.file)
+        if let Some(file) = files.by_id.get_mut(&first.file)
             && let Contents::Arena(arena) = &mut file.contents
         {
             arena.import = Some(MemoryId(3));
         }
-        files.write(second, 0, &[0xa5; 64 * PAGE_SIZE as usize]).unwrap();
+        files.write(second, 0, &vec![0xa5; 64 * PAGE_SIZE as usize]).unwrap();
         let used = blocks(&files, first.file);
         assert_eq!(files.free(second, 64 * PAGE_SIZE, pins), None);
         assert_eq!(blocks(&files, first.file) == used, pins, "pinned: {pins}");
