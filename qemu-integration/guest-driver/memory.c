@@ -3,8 +3,8 @@
  * Pages for the device: allocated for it, or pinned pages of a program.
  *
  * A memory is in the device's table while the device may use it. What removes it from there owns
- * the table's reference, and drops it. Nobody else touches a memory of the table without a reference
- * of its own. Calls, places and mappings of programs have such references.
+ * the table's reference, and drops it. All others touch a memory of the table with a reference of
+ * their own only. Calls, places and mappings of programs have such references.
  */
 #include <linux/moduleparam.h>
 #include <linux/sched/signal.h>

@@ -128,7 +128,7 @@ int tsr_session_start(struct tsr_dev *dev)
 	error = tsr_queue_alloc(dev);
 	if (error)
 		return error;
-	/* Before the queue runs, so that nobody takes files of an earlier session for this one's. */
+	/* Before the queue runs: files of an earlier session must not pass for this one's. */
 	spin_lock_irq(&queue->lock);
 	WRITE_ONCE(dev->session, dev->session + 1);
 	spin_unlock_irq(&queue->lock);

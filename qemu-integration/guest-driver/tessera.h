@@ -43,8 +43,8 @@
  * tsr_buffer: its request, whose sender alone uses it unless it is pending, or dev->idle
  *	(idle_lock). Loses its addresses; idle ones are freed.
  * tsr_memory: the table dev->memories, calls, places and mappings; kref. Does not change once it is
- *	in the table. Leaves the table and loses its addresses; faults are SIGBUS from then on. Who
- *	removes it from the table owns the table's reference, and nobody else uses that one.
+ *	in the table. Leaves the table and loses its addresses; faults are SIGBUS from then on. What
+ *	removes it from the table owns the table's reference, which is used by no other code.
  * tsr_dma: a part of its buffer or memory. The ranges do not change until the owner frees them;
  *	whether the device may use them is under dma_lock. The end of the session unmaps them and
  *	leaves the numbers, which the owner may be reading.

@@ -288,6 +288,40 @@ pub fn unpack_some(package: &Path, root: &Path, patterns: &[&str]) -> Result<()>
         .map(drop)
 }
 
+/// Returns the package with the sources of a kernel, such as `linux-source-6.12`, by the kernel's
+/// release.
+pub fn linux_source(release: &str) -> String {
+    let mut numbers = release.split('.');
+    let (major, minor) = (numbers.next().unwrap_or(""), numbers.next().unwrap_or(""));
+    format!("linux-source-{major}.{minor}")
+}
+
+/// Unpacks those of a kernel's sources into `folder` that arguments of tar(1) choose. `package` is
+/// the file of the package `name`.
+pub fn unpack_linux_source(
+    package: &Path,
+    name: &str,
+    folder: &Path,
+    choice: &[String],
+) -> Result<()> {
+    let mut command = Command::new("sh");
+    command
+        .args([
+            "-c",
+            r#"p=$1 b=$2 n=$3; shift 3
+            dpkg-deb --fsys-tarfile "$p" | tar -xO "./usr/src/$n.tar.xz" |
+                tar -xJ -C "$b" --strip-components=1 "$@""#,
+            "sh",
+        ])
+        .arg(package)
+        .arg(folder)
+        .arg(name)
+        .args(choice);
+    run_quietly(command, &folder.join(".unpack"))
+        .with_context(|| format!("Cannot unpack {}", package.display()))
+        .map(drop)
+}
+
 /// Links `/lib` and similar folders into `/usr`, as on every installed Debian.
 fn merge_usr(root: &Path) -> Result<()> {
     for name in ["bin", "sbin", "lib", "lib64"] {

@@ -7,7 +7,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use uuid::Uuid;
@@ -148,8 +147,7 @@ impl Packages {
         let debs = Debs::open(folder)?;
         let image = debs.dependency("linux-image-amd64")?;
         let release = image.strip_prefix("linux-image-").unwrap_or(&image);
-        let version: Vec<_> = release.split('.').take(2).collect();
-        let source = format!("linux-source-{}", version.join("."));
+        let source = debs::linux_source(release);
         let tools: Vec<_> = TOOLS.into_iter().chain([COMPILER]).collect();
         debs.fetch_chosen(&tools)?;
         debs.fetch(&[&source, "busybox-static"])?;
@@ -173,7 +171,8 @@ impl Packages {
         debs::unpack_some(&busybox, raw.path(), &["*/bin/busybox"])?;
         fs::rename(raw.path().join("usr/bin/busybox"), &kernel.busybox)
             .context("busybox is not where it was")?;
-        self.unpack_source(&source, &tree)?;
+        let left_out = LEFT_OUT.map(|pattern| format!("--exclude={pattern}"));
+        debs::unpack_linux_source(&source, &self.source, &tree, &left_out)?;
 
         fs::write(tree.join("lab.config"), [CONFIG, checker.config()].concat())?;
         let make = format!("nice -n 10 make -s CC={COMPILER} HOSTCC={COMPILER} -j\"$(nproc)\"");
@@ -192,23 +191,6 @@ impl Packages {
         ensure!(symbols.is_file(), "The build made no {}", symbols.display());
         fs::rename(symbols, tree.join("Module.symvers"))?;
         prune(&tree)
-    }
-
-    fn unpack_source(&self, package: &Path, tree: &Path) -> Result<()> {
-        let name = &self.source;
-        let mut command = Command::new("sh");
-        command.args([
-            "-c",
-            r#"p=$1 b=$2 n=$3; shift 3
-            dpkg-deb --fsys-tarfile "$p" | tar -xO "./usr/src/$n.tar.xz" |
-                tar -xJ -C "$b" --strip-components=1 "$@""#,
-            "sh",
-        ]);
-        command.arg(package).arg(tree).arg(name);
-        command.args(LEFT_OUT.map(|pattern| format!("--exclude={pattern}")));
-        debs::run_quietly(command, &tree.join(".unpack"))
-            .with_context(|| format!("Cannot unpack {}", package.display()))
-            .map(drop)
     }
 }
 

@@ -6,7 +6,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
@@ -109,9 +108,7 @@ impl Packages {
         else {
             bail!("{headers} names no compiler: {}", needs.join(", "));
         };
-        let mut numbers = release.split('.');
-        let (major, minor) = (numbers.next().unwrap_or(""), numbers.next().unwrap_or(""));
-        let source = format!("linux-source-{major}.{minor}");
+        let source = debs::linux_source(&release);
         debs.fetch_chosen(&["?essential", "make", "xz-utils", gcc, kbuild])?;
         debs.fetch(&[&headers, common, &source])?;
         Ok(Self { debs, image, release, source })
@@ -156,18 +153,9 @@ impl Packages {
     /// Unpacks the compiled parts of the sources and adds a Kbuild file for modules.
     fn unpack_sources(&self, package: &Path, build: &Path) -> Result<()> {
         let name = &self.source;
-        let mut command = Command::new("sh");
-        command.args([
-            "-c",
-            r#"p=$1 b=$2 n=$3; shift 3
-            dpkg-deb --fsys-tarfile "$p" | tar -xO "./usr/src/$n.tar.xz" |
-                tar -xJ -C "$b" --strip-components=1 --wildcards "$@""#,
-            "sh",
-        ]);
-        command.arg(package).arg(build).arg(name);
-        command.args(SOURCES.map(|pattern| format!("{name}/{pattern}")));
-        debs::run_quietly(command, &build.join(".unpack"))
-            .with_context(|| format!("Cannot unpack {}", package.display()))?;
+        let patterns = SOURCES.map(|pattern| format!("{name}/{pattern}"));
+        let choice: Vec<_> = ["--wildcards".to_owned()].into_iter().chain(patterns).collect();
+        debs::unpack_linux_source(package, name, build, &choice)?;
         fs::write(build.join("Kbuild"), "obj-m := drivers/iommu/iommufd/ drivers/vfio/\n")?;
         let iommufd: PathBuf = build.join("drivers/iommu/iommufd");
         fs::write(iommufd.join("interval_tree_spans.c"), SPANS)?;

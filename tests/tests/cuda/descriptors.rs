@@ -6,18 +6,14 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use cuda_socket::{
-    Block, FileId, IoctlRequest, MapRequest, Node, Refused, Reply, Request, VERSION,
-    decode_numbered, encode, encode_numbered,
+    Block, FileId, IoctlRequest, MapRequest, Refused, Reply, Request, encode_numbered,
 };
-use foreign_fds::ForeignFd;
-use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use nix::errno::Errno;
-use serde_json::json;
 use system_tests::worker_deaths::{replace, worker};
 use system_tests::{Vgpud, wait_for};
 use vendor_backends::nvidia::frontend::testing::{memory_params, word, words};
 
-use crate::TYPE;
+use crate::program::{Program, start_vgpu};
 
 /// Variable with the socket of a vGPU, for a process of its own.
 const SOCKET: &str = "TESSERA_TEST_SOCKET";
@@ -37,49 +33,7 @@ const FD: i32 = 7;
 const PARAMS: u64 = 0x7000_0000;
 const NO_MEMORY: u32 = 0x51;
 
-/// A program's connection.
-struct Program {
-    socket: SeqPacket,
-    last: u64,
-    /// Ends of the sockets of its files.
-    files: Vec<ForeignFd>,
-}
-
 impl Program {
-    fn connect(path: &Path) -> Result<Self> {
-        let socket = SeqPacket::connect(path)?;
-        socket.send(&encode(&Request::Hello { version: VERSION })?, &[])?;
-        let mut buffer = vec![0; MAX_PACKET];
-        let packet = socket.recv(&mut buffer)?.context("No welcome")?;
-        // A refusal has no number.
-        let reply = decode_numbered(&buffer[..packet.len]);
-        ensure!(matches!(reply, Ok((0, Reply::Welcome(_)))), "{reply:?}");
-        Ok(Self { socket, last: 0, files: Vec::new() })
-    }
-
-    fn call(&mut self, request: &Request) -> Result<Reply> {
-        self.last += 1;
-        self.socket.send(&encode_numbered(self.last, request)?, &[])?;
-        let mut buffer = vec![0; MAX_PACKET];
-        loop {
-            let packet = self.socket.recv_with_fds(&mut buffer)?.context("No reply")?;
-            let (number, reply) = decode_numbered(&buffer[..packet.len])?;
-            // The next worker may repeat a reply.
-            if number == self.last {
-                self.files.extend(packet.fds);
-                return Ok(reply);
-            }
-        }
-    }
-
-    fn open(&mut self) -> Result<Result<FileId, i32>> {
-        match self.call(&Request::Open(Node::Control))? {
-            Reply::Opened(file) => Ok(Ok(file)),
-            Reply::Failed { errno } => Ok(Err(errno)),
-            other => bail!("{other:?}"),
-        }
-    }
-
     /// Allocates an object. Returns the argument.
     fn alloc(&mut self, file: FileId, object: [u32; 4], params: Vec<u8>) -> Result<Vec<u8>> {
         let mut argument = words(&object);
@@ -161,8 +115,7 @@ fn run_another(socket: &Path) -> Result<()> {
 #[test]
 fn a_program_that_takes_all_that_it_gets_stops_no_other() -> Result<()> {
     let vgpud = Vgpud::start()?;
-    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
-    let socket = vgpud.vfio_socket(&uuid).with_file_name("cuda.sock");
+    let (uuid, socket) = start_vgpu(&vgpud)?;
     let (mut program, file, root) = begin(&socket)?;
     for index in 0..OBJECTS {
         let status = program.memory(file, root, 0x10_0000 + index, 4096)?;
@@ -199,8 +152,7 @@ fn a_program_that_takes_all_that_it_gets_stops_no_other() -> Result<()> {
 #[test]
 fn a_program_that_receives_no_descriptors_stops_no_other() -> Result<()> {
     let vgpud = Vgpud::start()?;
-    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
-    let socket = vgpud.vfio_socket(&uuid).with_file_name("cuda.sock");
+    let (uuid, socket) = start_vgpu(&vgpud)?;
     let (mut program, file, root) = begin(&socket)?;
     ensure!(program.memory(file, root, 0x20, 4096)? == 0, "no memory");
     let mut argument = words(&[root, 0x10, 0x20, 0, 0, 0]);

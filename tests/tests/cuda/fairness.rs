@@ -9,16 +9,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cuda_socket::{
-    FileId, IoctlRequest, Node, Refused, Reply, Request, VERSION, decode_numbered, encode,
-    encode_numbered,
-};
-use foreign_fds::ForeignFd;
-use ipc::seqpacket::{MAX_PACKET, SeqPacket};
-use serde_json::json;
+use cuda_socket::{FileId, IoctlRequest, Refused, Request, encode_numbered};
+use ipc::seqpacket::MAX_PACKET;
+use nix::errno::Errno;
 use system_tests::Vgpud;
 
-use crate::TYPE;
+use crate::program::{Program, start_vgpu};
 
 /// Processes that flood the vGPU, and requests that each has under way.
 const FLOODERS: usize = 4;
@@ -27,32 +23,25 @@ const UNDER_WAY: usize = 32;
 /// Longest median of another process's request.
 const LONGEST: Duration = Duration::from_millis(10);
 
-/// A program's connection with an open file.
-struct Program {
-    socket: SeqPacket,
-    _file: Vec<ForeignFd>,
+/// A program with a request, which it repeats.
+struct Asking {
+    program: Program,
     request: Vec<u8>,
 }
 
-impl Program {
+impl Asking {
     fn connect(path: &Path) -> Result<Self> {
-        let socket = SeqPacket::connect(path)?;
-        let mut buffer = vec![0; MAX_PACKET];
-        socket.send(&encode(&Request::Hello { version: VERSION })?, &[])?;
-        socket.recv(&mut buffer)?.context("No welcome")?;
-        socket.send(&encode_numbered(1, &Request::Open(Node::Control))?, &[])?;
-        let packet = socket.recv_with_fds(&mut buffer)?.context("No file")?;
-        let (_, reply) = decode_numbered(&buffer[..packet.len])?;
-        let Reply::Opened(file) = reply else { anyhow::bail!("{reply:?}") };
-        Ok(Self { socket, _file: packet.fds, request: encode_numbered(2, &sys_params(file))? })
+        let mut program = Program::connect(path)?;
+        let file = program.open()?.map_err(Errno::from_raw)?;
+        Ok(Self { program, request: encode_numbered(2, &sys_params(file))? })
     }
 
     fn send(&self) -> Result<()> {
-        Ok(self.socket.send(&self.request, &[])?)
+        Ok(self.program.socket.send(&self.request, &[])?)
     }
 
     fn receive(&self, buffer: &mut [u8]) -> Result<()> {
-        self.socket.recv(buffer)?.context("The connection has ended").map(drop)
+        self.program.socket.recv(buffer)?.context("The connection has ended").map(drop)
     }
 }
 
@@ -70,7 +59,7 @@ fn sys_params(file: FileId) -> Request {
 }
 
 /// Floods a vGPU until `stop`, and counts the answers.
-fn flood(program: &Program, stop: &AtomicBool, answers: &AtomicU64) -> Result<()> {
+fn flood(program: &Asking, stop: &AtomicBool, answers: &AtomicU64) -> Result<()> {
     let mut buffer = vec![0; MAX_PACKET];
     (0..UNDER_WAY).try_for_each(|_| program.send())?;
     while !stop.load(Ordering::Relaxed) {
@@ -82,7 +71,7 @@ fn flood(program: &Program, stop: &AtomicBool, answers: &AtomicU64) -> Result<()
 }
 
 /// Returns the median time of a request.
-fn median(program: &Program) -> Result<Duration> {
+fn median(program: &Asking) -> Result<Duration> {
     let mut buffer = vec![0; MAX_PACKET];
     let mut times = Vec::new();
     for _ in 0..101 {
@@ -98,13 +87,12 @@ fn median(program: &Program) -> Result<Duration> {
 #[test]
 fn a_flood_of_requests_delays_no_other_process() -> Result<()> {
     let vgpud = Vgpud::start()?;
-    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
-    let path = vgpud.vfio_socket(&uuid).with_file_name("cuda.sock");
-    let program = Program::connect(&path)?;
+    let (_, path) = start_vgpu(&vgpud)?;
+    let program = Asking::connect(&path)?;
     let alone = median(&program)?;
     let (stop, answers) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
     let flooders = (0..FLOODERS).map(|_| {
-        let flooder = Program::connect(&path)?;
+        let flooder = Asking::connect(&path)?;
         let (stop, answers) = (stop.clone(), answers.clone());
         Ok(thread::spawn(move || flood(&flooder, &stop, &answers)))
     });
@@ -139,11 +127,10 @@ fn a_flood_of_requests_takes_a_bounded_part_of_a_cpu() -> Result<()> {
     /// The reserve of 1 s and a quarter of the time, with a margin for timers.
     const MOST: Duration = Duration::from_secs(3);
     let vgpud = Vgpud::start()?;
-    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
+    let (uuid, path) = start_vgpu(&vgpud)?;
     let worker = vgpud.call("GET", &format!("/v1/vgpus/{uuid}"), None)?["pid"].as_u64();
     let worker = PathBuf::from(format!("/proc/{}", worker.context("No worker")?));
-    let path = vgpud.vfio_socket(&uuid).with_file_name("cuda.sock");
-    let (program, flooder) = (Program::connect(&path)?, Program::connect(&path)?);
+    let (program, flooder) = (Asking::connect(&path)?, Asking::connect(&path)?);
     let (stop, answers) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
     let thread = {
         let (stop, answers) = (stop.clone(), answers.clone());

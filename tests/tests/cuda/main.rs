@@ -7,6 +7,7 @@
 //! * `descriptors`: a program that takes all descriptors that it gets
 //! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
+//! * `program`: a connection to a worker, without the preload library
 //! * `queue`: programs in a VM, by the control queue alone; `queue_vm`: its VM
 //! * `statistics`: what an operator sees of programs
 //! * `vgpu_guest_in_vm`: vgpu-guest on a vGPU that the module has
@@ -21,6 +22,7 @@ mod endurance;
 mod fairness;
 mod in_vm;
 mod inside;
+mod program;
 mod program_deaths;
 mod queue;
 mod queue_vm;

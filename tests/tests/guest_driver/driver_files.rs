@@ -67,10 +67,10 @@ impl Mapping {
         let at = at.unwrap_or_default() as *mut libc::c_void;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let (fd, offset) = file.map_or((-1, 0), |(file, offset)| (file.as_raw_fd(), offset));
+        let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
         // SAFETY: the address is chosen by the kernel, or that of a mapping that the caller owns
         // and has no reference into.
-        let address =
-            unsafe { libc::mmap(at, len, access, flags, fd, offset.cast_signed() as libc::off_t) };
+        let address = unsafe { libc::mmap(at, len, access, flags, fd, offset) };
         if address == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }

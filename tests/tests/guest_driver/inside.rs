@@ -50,14 +50,8 @@ fn withholds_an_argument() -> Result<()> {
     let faults = Faults::new()?;
     let (argument, pages) = (faults.withhold()?, faults.withhold()?);
     let (argument_at, pages_at) = (argument.address, pages.address);
-    let content = Arc::new(Mutex::new([0_u8; PAGE]));
-    let given = Arc::clone(&content);
     let server = thread::spawn(move || -> Result<()> {
-        let give = |page| -> Result<()> {
-            let content = *given.lock().ok().context("The content is lost")?;
-            faults.give(page, &content)?;
-            Ok(())
-        };
+        let give = |page| faults.give(page, &[0; PAGE]);
         // The program writes its argument. The module reads it and pins the pages, by what the
         // device has asked for. Then the module reads the argument again.
         ensure!(faults.wait()? == argument_at, "Not the argument is accessed first");
@@ -67,7 +61,7 @@ fn withholds_an_argument() -> Result<()> {
         give(pages_at)?;
         ensure!(faults.wait()? == argument_at, "The argument is read once");
         wait_for_test()?;
-        give(argument_at)
+        give(argument_at).map_err(Into::into)
     });
     // SAFETY: the mapping is as long as a page, and nothing else refers to it.
     let bytes = unsafe { std::slice::from_raw_parts_mut(argument_at as *mut u8, PIN_BYTES) };

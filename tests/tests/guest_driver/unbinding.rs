@@ -166,7 +166,7 @@ fn an_ioctl_whose_argument_is_withheld_fails_when_the_vgpu_has_gone() -> Result<
 
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]
-fn a_reader_whose_memory_is_withheld_keeps_nobody_from_the_vgpu() -> Result<()> {
+fn a_reader_whose_memory_is_withheld_keeps_no_program_from_the_vgpu() -> Result<()> {
     let Some(mut vm) = RaceVm::boot_debian()? else { return Ok(()) };
     let pid = vm.start("withholds_the_memory_of_a_read", "/tmp/log")?;
     vm.reset()?;

@@ -37,12 +37,8 @@ impl Faults {
     /// Makes a page whose first access waits.
     pub fn withhold(&self) -> io::Result<Mapping> {
         let page = Mapping::new(None, None, PAGE)?;
-        self.again(&page)?;
+        self.request(REGISTER, &mut [page.address as u64, PAGE as u64, MISSING, 0])?;
         Ok(page)
-    }
-
-    fn again(&self, page: &Mapping) -> io::Result<()> {
-        self.request(REGISTER, &mut [page.address as u64, PAGE as u64, MISSING, 0])
     }
 
     /// Waits for an access to such a page. Returns its address.

@@ -3,14 +3,15 @@
 //! A program's own pages are in several parts where the program had some of them shared before,
 //! such as those of an earlier registration.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
 
 use mdev_core::gpu::{Backing, Client, GpuError, GuestRam};
 use mdev_core::ids::MemoryId;
 use mdev_core::memory_file::MemoryFile;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
-use nix::sys::uio::pwrite;
 use serde::{Deserialize, Serialize};
 
 /// Maximum number of parts. Each needs an import.
@@ -95,7 +96,7 @@ impl FileMemory {
     }
 
     /// Writes bytes, up to the end of the memory.
-    pub fn write(&self, file: BorrowedFd<'_>, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    pub fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let (mut from, mut rest) = (offset, bytes);
         for part in &self.parts {
             let Some(skip) = from.checked_sub(part.at).filter(|skip| *skip < part.len) else {
@@ -103,11 +104,7 @@ impl FileMemory {
             };
             let count = (part.len - skip).min(rest.len() as u64);
             let (now, later) = rest.split_at(count as usize);
-            let target = i64::try_from(part.start + skip).unwrap_or(i64::MAX);
-            let written = pwrite(file, now, target)?;
-            if written < now.len() {
-                return Err(io::ErrorKind::WriteZero.into());
-            }
+            file.write_all_at(now, part.start + skip)?;
             (from, rest) = (from + count, later);
         }
         Ok(())
@@ -190,7 +187,7 @@ mod tests {
             let memory = FileMemory::of_program(file.fd.as_fd(), ranges).unwrap();
             prop_assert_eq!(memory.bytes(), pages.len() as u64 * PAGE_SIZE);
             let bytes: Vec<u8> = (0..len).map(|n| (n % 251) as u8 + 1).collect();
-            memory.write(file.fd.as_fd(), from, &bytes).unwrap();
+            memory.write(&File::from(file.fd), from, &bytes).unwrap();
             for (index, page) in pages.iter().enumerate() {
                 let mut found = vec![0; PAGE_SIZE as usize];
                 file.mapping.read(page * PAGE_SIZE, &mut found).unwrap();

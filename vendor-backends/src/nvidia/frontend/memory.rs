@@ -13,6 +13,8 @@ pub mod journal;
 mod mappings;
 mod system;
 
+use std::os::fd::AsFd;
+
 use mdev_core::gpu::{Backing, Client, GpuCapabilities, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId};
 use mdev_core::mem::SharedGuestMemory;
@@ -288,8 +290,8 @@ impl Memories {
                 Ok(vec![(Backing::Guest { memory, offset: *start + offset }, len)])
             }
             Place::Registered(file, memory) => {
-                let fd = self.files.fd(*file).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
-                Ok(memory.import(fd, gpu, offset, len)?)
+                let file = self.files.file(*file).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
+                Ok(memory.import(file.as_fd(), gpu, offset, len)?)
             }
             Place::Allocated(memory) => {
                 Ok(vec![(Backing::Allocated { memory: *memory, offset }, len)])

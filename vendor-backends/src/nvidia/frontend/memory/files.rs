@@ -14,6 +14,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 
 use cuda_socket::FileId;
 use ipc::mem::sealed_memfd;
@@ -23,7 +24,6 @@ use mdev_core::memory_file::MemoryFile;
 use mdev_core::units::{GIB, MIB, PAGE_SIZE, is_aligned};
 use nix::fcntl::{FallocateFlags, FcntlArg, OFlag, fallocate, fcntl};
 use nix::sys::stat::fstat;
-use nix::sys::uio::pwrite;
 use nvidia_rm::numbers::status;
 use programs::change_map::{ChangeMap, Changed};
 use programs::front_end::{Damaged, MemoryFileId, NewFiles};
@@ -54,7 +54,7 @@ pub struct Owner {
 /// File with memory of a program.
 #[derive(Debug)]
 struct File {
-    fd: OwnedFd,
+    fd: std::fs::File,
     owner: FileId,
     /// Process that has the descriptor in its share.
     process: i32,
@@ -128,9 +128,9 @@ impl Files {
         self.by_id.values().map(|file| file.process)
     }
 
-    /// Returns the descriptor of a file.
-    pub fn fd(&self, id: MemoryFileId) -> Option<BorrowedFd<'_>> {
-        self.by_id.get(&id).map(|file| file.fd.as_fd())
+    /// Returns a file.
+    pub fn file(&self, id: MemoryFileId) -> Option<&std::fs::File> {
+        self.by_id.get(&id).map(|file| &file.fd)
     }
 
     /// Returns the owner of a file that has other memory of the owner, too, or may get it.
@@ -182,7 +182,7 @@ impl Files {
             Some(maker) => maker.create(id, bytes),
             None => sealed_memfd(c"cuda", bytes),
         };
-        let fd = fd.map_err(GpuError::from)?;
+        let fd = std::fs::File::from(fd.map_err(GpuError::from)?);
         let mut extents = Extents::new(bytes, PAGE_SIZE);
         let start = extents.allocate_one(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
         let contents = Contents::Arena(Arena { extents, is_shared, import: None });
@@ -216,7 +216,10 @@ impl Files {
         }
         let id = self.new_id(owner)?;
         let contents = Contents::Registered(1);
-        self.insert(id, File { fd, owner: owner.file, process: owner.process, contents });
+        self.insert(
+            id,
+            File { fd: fd.into(), owner: owner.file, process: owner.process, contents },
+        );
         Ok(id)
     }
 
@@ -251,8 +254,8 @@ impl Files {
 
     /// Writes bytes of an object in an arena, from an offset in the object.
     pub fn write(&self, place: ArenaPlace, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let file = self.fd(place.file).ok_or(io::ErrorKind::NotFound)?;
-        write_all(file, place.start + offset, bytes)
+        let file = self.file(place.file).ok_or(io::ErrorKind::NotFound)?;
+        file.write_all_at(bytes, place.start + offset)
     }
 
     /// Frees `len` bytes of an arena, and the arena with its last object. Returns its import, which
@@ -270,8 +273,8 @@ impl Files {
         }
         // In the place of a pinned page, the program would get another one than the GPU has.
         let cleared = match arena.import {
-            Some(_) if pins => write_zeros(file.fd.as_fd(), offset, len),
-            _ => punch_hole(file.fd.as_fd(), offset, len),
+            Some(_) if pins => write_zeros(&file.fd, offset, len),
+            _ => punch_hole(&file.fd, offset, len),
         };
         // The same program alone can get the memory.
         if let Err(error) = cleared {
@@ -311,6 +314,7 @@ impl Files {
         self.last = states.keys().next_back().map_or(last, |id| id.0.max(last));
         for (id, FileState { owner, process, arena }) in states {
             let fd = take_file(id).ok_or(Damaged("a file of memory is missing"))?;
+            let fd = std::fs::File::from(fd);
             let contents = match arena {
                 Some(ArenaState { len, is_shared, import }) => {
                     let size = MemoryFile::new(fd.as_fd()).and_then(|file| file.len());
@@ -380,34 +384,23 @@ struct FileIdentity {
 }
 
 impl FileIdentity {
-    fn of(fd: &OwnedFd) -> io::Result<Self> {
-        let stat = fstat(fd)?;
-        let flags = OFlag::from_bits_truncate(fcntl(fd, FcntlArg::F_GETFL)?);
+    fn of(fd: impl AsFd) -> io::Result<Self> {
+        let stat = fstat(&fd)?;
+        let flags = OFlag::from_bits_truncate(fcntl(&fd, FcntlArg::F_GETFL)?);
         Ok(Self { device: stat.st_dev, inode: stat.st_ino, flags })
     }
 }
 
-fn punch_hole(file: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<()> {
+fn punch_hole(file: &std::fs::File, offset: u64, len: u64) -> io::Result<()> {
     let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     Ok(fallocate(file, flags, offset.cast_signed(), len.cast_signed())?)
 }
 
-fn write_zeros(file: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<()> {
+fn write_zeros(file: &std::fs::File, offset: u64, len: u64) -> io::Result<()> {
     static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
     for done in (0..len).step_by(ZEROS.len()) {
         let bytes = (len - done).min(ZEROS.len() as u64) as usize;
-        write_all(file, offset + done, &ZEROS[..bytes])?;
-    }
-    Ok(())
-}
-
-fn write_all(file: BorrowedFd<'_>, offset: u64, bytes: &[u8]) -> io::Result<()> {
-    let mut done = 0;
-    while done < bytes.len() {
-        match pwrite(file, &bytes[done..], (offset + done as u64).cast_signed())? {
-            0 => return Err(io::ErrorKind::WriteZero.into()),
-            written => done += written,
-        }
+        file.write_all_at(&ZEROS[..bytes], offset + done)?;
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! State of the memory of programs in a journal, for a process that adopts them.
 
 use std::collections::BTreeMap;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use mdev_core::gpu::CREATED_VA_END;
 use mdev_core::ids::{MemoryId, SpaceId};
@@ -135,7 +135,7 @@ impl Memories {
 
     /// Returns a file with system memory.
     pub fn file(&self, id: MemoryFileId) -> Option<BorrowedFd<'_>> {
-        self.files.fd(id)
+        self.files.file(id).map(AsFd::as_fd)
     }
 
     /// Returns ids and numbers of ranges of a VM's pages that are in use.

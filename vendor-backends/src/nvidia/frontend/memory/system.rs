@@ -146,9 +146,9 @@ impl Memories {
             Place::Guest(pages) => return Ok(Some(Mappable::Guest(pages.id()))),
             _ => return Ok(None),
         };
-        let Some((fd, start)) = self.files.fd(file).zip(start) else { return Ok(None) };
-        let copy = fd.try_clone_to_owned().map_err(GpuError::from)?;
-        Ok(Some(Mappable::File(copy, start)))
+        let Some((file, start)) = self.files.file(file).zip(start) else { return Ok(None) };
+        let copy = file.try_clone().map_err(GpuError::from)?;
+        Ok(Some(Mappable::File(copy.into(), start)))
     }
 
     /// Writes to a store in system memory.
@@ -159,8 +159,8 @@ impl Memories {
         }
         let written = match (place, &self.guest) {
             (Place::Arena(place), _) => self.files.write(*place, offset, bytes),
-            (Place::Registered(file, memory), _) => match self.files.fd(*file) {
-                Some(fd) => memory.write(fd, offset, bytes),
+            (Place::Registered(file, memory), _) => match self.files.file(*file) {
+                Some(file) => memory.write(file, offset, bytes),
                 None => Ok(()),
             },
             (Place::Guest(pages), Some(memory)) => pages.write(&mut memory.lock(), offset, bytes),

@@ -115,7 +115,9 @@ impl Worker {
         }
         if programs.is_full(pid) {
             refuse(&socket, Errno::EUSERS);
-            let line = format_args!("Process {pid} is refused: too many processes use the vGPU");
+            let line = format_args!(
+                "Process {pid} is refused: too many connections of its own, or of all processes"
+            );
             return self.log_limited(Level::Warn, line);
         }
         let changes = programs.connect(&mut self.function, socket, process);

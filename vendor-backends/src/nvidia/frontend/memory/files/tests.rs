@@ -29,7 +29,7 @@ impl Held {
 
 fn read_page(files: &Files, id: MemoryFileId, at: u64) -> Vec<u8> {
     let mut page = vec![1; PAGE_SIZE as usize];
-    assert_eq!(pread(files.fd(id).unwrap(), &mut page, at.cast_signed()), Ok(page.len()));
+    assert_eq!(pread(files.file(id).unwrap(), &mut page, at.cast_signed()), Ok(page.len()));
     page
 }
 
@@ -56,7 +56,7 @@ fn check(files: &Files, held: &[Held]) -> Result<(), TestCaseError> {
 /// Returns the files as the next worker adopts them.
 fn adopted(files: &Files, held: &[Held]) -> Files {
     let states = files.all().into_iter().map(|(id, state)| (id, state.unwrap())).collect();
-    let mut take = |id| Some(files.fd(id)?.try_clone_to_owned().unwrap());
+    let mut take = |id| Some(OwnedFd::from(files.file(id)?.try_clone().unwrap()));
     let mut next = Files::default();
     next.adopt(files.last(), states, &mut take).unwrap();
     assert_eq!(next.check_adopted().is_ok(), held.is_empty());
@@ -157,15 +157,15 @@ fn a_registered_file_is_kept_once_for_those_with_the_same_rights() {
     assert_ne!(files.add_registered(owner(2), copy()).unwrap(), first);
     assert_eq!(files.sole_owner(first), Some(FileId(1)));
     files.release_registered(first);
-    assert!(files.fd(first).is_some());
+    assert!(files.file(first).is_some());
     files.release_registered(first);
-    assert!(files.fd(first).is_none());
+    assert!(files.file(first).is_none());
 }
 
 /// A GPU whose driver has pinned a page keeps that page.
 #[test]
 fn freed_memory_goes_back_unless_it_is_pinned() {
-    let blocks = |files: &Files, id| fstat(files.fd(id).unwrap()).unwrap().st_blocks;
+    let blocks = |files: &Files, id| fstat(files.file(id).unwrap()).unwrap().st_blocks;
     for pins in [false, true] {
         let mut files = Files::default();
         let mut allocate = |len| files.allocate(owner(1), len, false, ROOM).unwrap();
