@@ -3,6 +3,8 @@
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
+use nix::sys::socket::{Shutdown, shutdown};
+
 /// Socket of the Unix domain that a less trusted process can write to. Messages that were not
 /// received may have descriptors, for whose close the socket's close waits: the socket is closed
 /// as by [`close`](crate::close), unless the kernel has refused descriptors from the beginning.
@@ -24,6 +26,13 @@ impl ForeignSocket {
     /// Refuses descriptors from now on.
     pub fn refuse(&self) {
         crate::refuse(self.fd.as_fd());
+    }
+
+    /// Ends the connection: the peer reads what was sent, then the end, and can send no more. The
+    /// close of a socket may come later, or never.
+    pub fn end(&self) {
+        // A socket without a peer has no connection to end.
+        let _ = shutdown(self.as_raw_fd(), Shutdown::Both);
     }
 
     /// Returns the descriptor. Its owner closes it by [`close`](crate::close).

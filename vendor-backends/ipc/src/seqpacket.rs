@@ -207,6 +207,11 @@ impl SeqPacket {
         }
         Ok((len > 0).then_some(Packet { len, fds, fds_lost: discarded }))
     }
+
+    /// Ends the connection, as [`ForeignSocket::end`] does.
+    pub fn end(&self) {
+        self.0.end();
+    }
 }
 
 impl AsFd for SeqPacket {

@@ -167,6 +167,7 @@ impl Session {
         let result = self.process(device, false);
         if result.is_err() {
             self.detach(device);
+            self.socket.end();
         }
         result
     }
@@ -298,7 +299,9 @@ impl Session {
 
     /// Closes the twin socket and fails the transfers under way on it.
     fn close_twin<D: Device + ?Sized>(&mut self, device: &mut D) {
-        self.twin = None;
+        if let Some(twin) = self.twin.take() {
+            twin.socket.end();
+        }
         self.state.transfers.close(device);
     }
 

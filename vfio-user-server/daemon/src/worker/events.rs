@@ -235,34 +235,9 @@ impl Worker {
             }
         };
         let client = peer(&stream);
-        if client.uid != 0 && client.uid != self.spec.owner {
-            let AttachedClient { pid, uid } = client;
-            let owner = self.spec.owner;
-            let line = format_args!(
-                "Process {pid} of user {uid} is refused: the vGPU belongs to user {owner}"
-            );
-            self.log_limited(Level::Warn, line);
-            return;
-        }
-        if let Some(attached) = &self.attached {
-            let (pid, user) = (client.pid, attached.client.pid);
-            let line = format_args!("Process {pid} is refused: process {user} uses the vGPU");
-            self.log_limited(Level::Warn, line);
-            return;
-        }
-        if let Some(user) = self.programs.as_ref().and_then(Programs::user) {
-            let (pid, user) = (client.pid, user.pid);
-            let line = format_args!(
-                "Process {pid} is refused: CUDA programs use the vGPU, such as process {user}"
-            );
-            self.log_limited(Level::Warn, line);
-            return;
-        }
-        if foreign_fds::is_exhausted() {
-            let line = format_args!(
-                "Process {} is refused: files of an earlier client cannot be closed",
-                client.pid
-            );
+        if let Some(reason) = self.refusal(client) {
+            stream.end();
+            let line = format_args!("Process {} is refused: {reason}", client.pid);
             self.log_limited(Level::Warn, line);
             return;
         }
@@ -319,6 +294,22 @@ impl Worker {
                 log::error!("Cannot watch a listener: {error}");
             }
         }
+    }
+
+    /// Returns the reason why a VM is refused.
+    fn refusal(&self, client: AttachedClient) -> Option<String> {
+        let owner = self.spec.owner;
+        if client.uid != 0 && client.uid != owner {
+            return Some(format!("its user is {}, and the vGPU belongs to user {owner}", client.uid));
+        }
+        if let Some(attached) = &self.attached {
+            return Some(format!("process {} uses the vGPU", attached.client.pid));
+        }
+        if let Some(user) = self.programs.as_ref().and_then(Programs::user) {
+            return Some(format!("CUDA programs use the vGPU, such as process {}", user.pid));
+        }
+        foreign_fds::is_exhausted()
+            .then(|| "files of an earlier client cannot be closed".to_owned())
     }
 
     fn drive_session(&mut self, ops: &mut EventOps) {

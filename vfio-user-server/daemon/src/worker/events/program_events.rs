@@ -21,6 +21,7 @@ fn refuse(socket: &SeqPacket, errno: Errno) {
     if let Ok(packet) = encode(&Reply::Failed { errno: errno as i32 }) {
         let _ = socket.try_send(&packet, &[]);
     }
+    socket.end();
 }
 
 impl Worker {

@@ -6,10 +6,9 @@
 //! free when it has closed its end of the connection, or received what is there.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 
 use ipc::seqpacket::SeqPacket;
-use nix::sys::socket::{Shutdown, shutdown};
 
 use super::{MAX_CONNECTIONS, Programs};
 
@@ -52,12 +51,11 @@ pub(super) struct CutOff {
 impl CutOff {
     /// Ends a connection. Returns it if the process has not received all.
     pub(super) fn new(socket: &SeqPacket, process: i32) -> Option<Self> {
+        socket.end();
         if !socket.has_unread().unwrap_or(false) {
             return None;
         }
         let socket = SeqPacket::from(socket.as_fd().try_clone_to_owned().ok()?);
-        // The process sees the end, as if the socket were closed.
-        let _ = shutdown(socket.as_fd().as_raw_fd(), Shutdown::Both);
         Some(Self { socket, process })
     }
 }
