@@ -102,9 +102,9 @@ fn lingering_sockets_of_a_vm_do_not_stop_the_worker() -> Result<()> {
         let linger = lingering()?;
         second = UnixStream::connect(&victim.socket)?;
         // The worker may be quicker, and then nothing can be sent.
-        match pass_this(&second, b"x", linger) {
-            Ok(peer) => break peers.push(peer),
-            Err(_) => continue,
+        if let Ok(peer) = pass_this(&second, b"x", linger) {
+            peers.push(peer);
+            break;
         }
     }
     second.set_read_timeout(Some(SOON))?;

@@ -300,7 +300,10 @@ impl Worker {
     fn refusal(&self, client: AttachedClient) -> Option<String> {
         let owner = self.spec.owner;
         if client.uid != 0 && client.uid != owner {
-            return Some(format!("its user is {}, and the vGPU belongs to user {owner}", client.uid));
+            return Some(format!(
+                "its user is {}, and the vGPU belongs to user {owner}",
+                client.uid
+            ));
         }
         if let Some(attached) = &self.attached {
             return Some(format!("process {} uses the vGPU", attached.client.pid));
