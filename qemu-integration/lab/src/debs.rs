@@ -5,6 +5,7 @@
 //! and root is not needed. The host's apt settings (proxies, credentials) apply; signatures are
 //! checked with Debian's archive keyring.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -271,19 +272,23 @@ pub fn unpack(packages: &[PathBuf], root: &Path) -> Result<()> {
 
 /// Unpacks the members of one package that match shell patterns.
 pub fn unpack_some(package: &Path, root: &Path, patterns: &[&str]) -> Result<()> {
+    const SCRIPT: &str = r#"p=$1 r=$2; shift 2
+        dpkg-deb --fsys-tarfile "$p" | tar -x -C "$r" --wildcards "$@""#;
     fs::create_dir_all(root)?;
-    // Only the pipe needs a shell; paths and patterns are passed as arguments.
+    unpack_by(SCRIPT, package, root, patterns)
+}
+
+/// Unpacks a package into a folder by a shell script, which gets both and `args`. Only its pipe
+/// needs a shell.
+fn unpack_by(
+    script: &str,
+    package: &Path,
+    folder: &Path,
+    args: impl IntoIterator<Item = impl AsRef<OsStr>>,
+) -> Result<()> {
     let mut command = Command::new("sh");
-    command
-        .args([
-            "-c",
-            r#"p=$1 r=$2; shift 2; dpkg-deb --fsys-tarfile "$p" | tar -x -C "$r" --wildcards "$@""#,
-        ])
-        .arg("sh")
-        .arg(package)
-        .arg(root)
-        .args(patterns);
-    run_quietly(command, &root.join(".unpack"))
+    command.args(["-c", script, "sh"]).arg(package).arg(folder).args(args);
+    run_quietly(command, &folder.join(".unpack"))
         .with_context(|| format!("Cannot unpack {}", package.display()))
         .map(drop)
 }
@@ -304,22 +309,11 @@ pub fn unpack_linux_source(
     folder: &Path,
     choice: &[String],
 ) -> Result<()> {
-    let mut command = Command::new("sh");
-    command
-        .args([
-            "-c",
-            r#"p=$1 b=$2 n=$3; shift 3
-            dpkg-deb --fsys-tarfile "$p" | tar -xO "./usr/src/$n.tar.xz" |
-                tar -xJ -C "$b" --strip-components=1 "$@""#,
-            "sh",
-        ])
-        .arg(package)
-        .arg(folder)
-        .arg(name)
-        .args(choice);
-    run_quietly(command, &folder.join(".unpack"))
-        .with_context(|| format!("Cannot unpack {}", package.display()))
-        .map(drop)
+    const SCRIPT: &str = r#"p=$1 b=$2 n=$3; shift 3
+        dpkg-deb --fsys-tarfile "$p" | tar -xO "./usr/src/$n.tar.xz" |
+            tar -xJ -C "$b" --strip-components=1 "$@""#;
+    let name_and_choice = std::iter::once(name).chain(choice.iter().map(String::as_str));
+    unpack_by(SCRIPT, package, folder, name_and_choice)
 }
 
 /// Links `/lib` and similar folders into `/usr`, as on every installed Debian.
