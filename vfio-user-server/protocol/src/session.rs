@@ -167,7 +167,6 @@ impl Session {
         let result = self.process(device, false);
         if result.is_err() {
             self.detach(device);
-            self.socket.end();
         }
         result
     }
@@ -309,6 +308,7 @@ impl Session {
         if !std::mem::replace(&mut self.detached, true) {
             self.state.features.stop_logging(device);
             device.detach();
+            self.socket.end();
         }
     }
 
