@@ -48,7 +48,8 @@ impl Host {
         };
         let admission = gpu.admit(&spec).expect("room");
         let mut client =
-            NvidiaClient::open(rm.clone(), admission.fd.expect("a file").into_trusted()).expect("a client");
+            NvidiaClient::open(rm.clone(), admission.fd.expect("a file").into_trusted())
+                .expect("a client");
         client.start().expect("starts");
         let ram = SharedMemory::new(c"ram", MIB).expect("memory");
         let memory = lifecycle::import(&mut client, &ram).expect("imported");

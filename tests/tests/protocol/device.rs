@@ -1,6 +1,5 @@
 //! A device that supports every feature, and a server for it in this process.
 
-use foreign_fds::ForeignFd;
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
+use foreign_fds::ForeignFd;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use vfio_user_server::device::{Area, Device, IoEventFd, Mapping, Region, pci};

@@ -186,9 +186,9 @@ table! {
     }
 
     /// Restores as `restore`, from a vGPU in a file. The file is regular, and its descriptor comes
-    /// with the first bytes of the request (`SCM_RIGHTS`). Until the connection is
-    /// accepted, sending fails with `EPERM`: send again. Several threads read it. The checksums
-    /// of memory are checked while the vGPU is filled: a damaged file leaves a vGPU that was reset.
+    /// with the first bytes of the request (`SCM_RIGHTS`). Until the connection is accepted,
+    /// sending fails with `EPERM`: send again. Several threads read the file. The checksums of
+    /// memory are checked while the vGPU is filled: a damaged file leaves a vGPU that was reset.
     Admin post "/v1/vgpus/{vgpu}/restore-file" => saving::restore_file {
         params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         request_body(content = Option<RestoreFile>),
