@@ -22,6 +22,8 @@ mod closer;
 pub mod eventfd;
 mod receive;
 mod socket;
+#[cfg(any(test, feature = "test-util"))]
+pub mod testing;
 
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -99,12 +101,13 @@ fn closes_at_once(fd: &OwnedFd) -> bool {
 
 /// Closes a descriptor of another process without waiting for what it belongs to.
 pub fn close(fd: OwnedFd) {
-    close_all([fd]);
+    close_all([ForeignFd::from(fd)]);
 }
 
 /// Closes descriptors of one process as [`close`] does, on one thread.
-pub fn close_all(fds: impl IntoIterator<Item = OwnedFd>) {
-    let (_, others): (Vec<_>, Vec<_>) = fds.into_iter().partition(closes_at_once);
+pub fn close_all(fds: impl IntoIterator<Item = ForeignFd>) {
+    let fds = fds.into_iter().map(ForeignFd::into_trusted);
+    let (_, others): (Vec<_>, Vec<_>) = fds.partition(closes_at_once);
     if !others.is_empty() {
         CLOSER.close(others);
     }
@@ -172,11 +175,10 @@ pub fn backlog() -> Backlog {
 
 #[cfg(test)]
 mod tests {
-    use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
-    use super::receive::tests::send_fds;
+    use super::testing::{lingering, send, without_waiting};
     use super::*;
 
     #[test]
@@ -202,35 +204,13 @@ mod tests {
         }
     }
 
-    /// Returns a socket whose `close` waits: its peer does not read what was sent.
-    fn lingering(listener: &TcpListener) -> (OwnedFd, TcpStream) {
-        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (peer, _) = listener.accept().unwrap();
-        let linger = libc::linger { l_onoff: 1, l_linger: 3600 };
-        // SAFETY: the pointer is to a value of the given length.
-        let set = unsafe {
-            libc::setsockopt(
-                socket.as_raw_fd(),
-                libc::SOL_SOCKET,
-                libc::SO_LINGER,
-                (&raw const linger).cast(),
-                size_of_val(&linger) as libc::socklen_t,
-            )
-        };
-        assert_eq!(set, 0);
-        socket.set_nonblocking(true).unwrap();
-        while std::io::Write::write(&mut &socket, &[0; 1 << 12]).is_ok() {}
-        (OwnedFd::from(socket), peer)
-    }
-
     #[test]
     fn sockets_that_linger_cost_threads_and_give_them_back() {
         static CLOSER: Closer = Closer::new();
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let (mut peers, waiting) = (Vec::new(), 4);
         for _ in 0..MAX_CLOSING + waiting {
-            let (socket, peer) = lingering(&listener);
-            CLOSER.close(vec![socket]);
+            let (socket, peer) = lingering();
+            CLOSER.close(vec![socket.into()]);
             peers.push(peer);
         }
         let until = |exhausted| {
@@ -251,23 +231,15 @@ mod tests {
         assert_eq!(std::io::Read::read(&mut &ours, &mut [0]).unwrap(), 0);
     }
 
-    /// Makes a call, and fails if it waits for the descriptors that it closes.
-    fn without_waiting<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
-        let (done, is_done) = std::sync::mpsc::channel();
-        std::thread::spawn(move || done.send(call()));
-        is_done.recv_timeout(Duration::from_secs(30)).expect("the call waits")
-    }
-
     #[test]
     fn a_receive_call_waits_for_no_descriptor_that_is_not_due() {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut peers = Vec::new();
         for _ in 0..2 {
-            let (socket, peer) = lingering(&listener);
+            let (socket, peer) = lingering();
             // One is due, and the other one is not.
-            let (other, other_peer) = lingering(&listener);
-            send_fds(&ours, &[socket.as_fd(), other.as_fd()]).unwrap();
+            let (other, other_peer) = lingering();
+            send(&ours, b"x", &[socket.as_fd(), other.as_fd()]).unwrap();
             drop((socket, other));
             peers.extend([peer, other_peer]);
         }
@@ -283,10 +255,9 @@ mod tests {
 
     #[test]
     fn the_close_of_a_socket_does_not_wait_for_what_is_in_it() {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let (socket, peer) = lingering(&listener);
+        let (socket, peer) = lingering();
         let (ours, theirs) = UnixStream::pair().unwrap();
-        send_fds(&ours, &[socket.as_fd()]).unwrap();
+        send(&ours, b"x", &[socket.as_fd()]).unwrap();
         drop(socket);
         without_waiting(|| drop(ForeignSocket::from(OwnedFd::from(theirs))));
         drop(peer);
@@ -300,7 +271,7 @@ mod tests {
             return;
         }
         let ours = UnixStream::connect(dir.path().join("socket")).unwrap();
-        let try_pass = || send_fds(&ours, &[ours.as_fd()]).is_ok();
+        let try_pass = || send(&ours, b"x", &[ours.as_fd()]).is_ok();
         assert!(!try_pass(), "before the connection is accepted");
         let (theirs, _) = listener.accept().unwrap();
         assert!(!try_pass());

@@ -99,9 +99,10 @@ pub unsafe fn receive_at(
                 unsafe { data.add(n * raw.len()).copy_to(raw.as_mut_ptr(), raw.len()) };
                 // SAFETY: the kernel has just created the descriptor, and no other code owns it.
                 let fd = unsafe { OwnedFd::from_raw_fd(RawFd::from_ne_bytes(raw)) };
+                let fd = ForeignFd::from(fd);
                 if due < max_fds {
                     due += 1;
-                    take(ForeignFd::from(fd));
+                    take(fd);
                 } else {
                     surplus.push(fd);
                 }
@@ -119,46 +120,20 @@ pub unsafe fn receive_at(
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use std::io::{IoSlice, Write};
+mod tests {
+    use std::io::Write;
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
     use super::*;
-
-    /// Sends a byte with descriptors.
-    pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let mut control = [0_u64; CONTROL_WORDS];
-        let bytes = size_of_val(fds) as u32;
-        let byte = IoSlice::new(b"x");
-        // SAFETY: the message's pointers are to the byte and to the control buffer, which has room
-        // for a header and all descriptors of a packet.
-        let sent = unsafe {
-            let mut message: libc::msghdr = std::mem::zeroed();
-            message.msg_iov = (&raw const byte).cast_mut().cast();
-            message.msg_iovlen = 1;
-            message.msg_control = control.as_mut_ptr().cast();
-            message.msg_controllen = libc::CMSG_SPACE(bytes) as usize;
-            let header = libc::CMSG_FIRSTHDR(&raw const message);
-            (*header).cmsg_level = libc::SOL_SOCKET;
-            (*header).cmsg_type = libc::SCM_RIGHTS;
-            (*header).cmsg_len = libc::CMSG_LEN(bytes) as usize;
-            for (n, fd) in fds.iter().enumerate() {
-                let raw = fd.as_raw_fd().to_ne_bytes();
-                let at = libc::CMSG_DATA(header).add(n * raw.len());
-                at.copy_from_nonoverlapping(raw.as_ptr(), raw.len());
-            }
-            libc::sendmsg(socket.as_raw_fd(), &raw const message, 0)
-        };
-        if sent == 1 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    }
+    use crate::testing::send;
 
     #[test]
     fn as_many_descriptors_as_are_due_arrive() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         let cases = [(1, 0, 0), (1, 8, 1), (9, 8, 8), (16, 16, 16), (253, 16, 16), (253, 300, 253)];
         for (sent, max, arrived) in cases {
-            send_fds(&ours, &vec![theirs.as_fd(); sent]).unwrap();
+            send(&ours, b"x", &vec![theirs.as_fd(); sent]).unwrap();
             let mut fds = Vec::new();
             let mut buffer = [0; 4];
             let received = receive(theirs.as_fd(), &mut buffer, max, 0, |fd| fds.push(fd)).unwrap();

@@ -23,11 +23,6 @@ impl ForeignSocket {
         Self { fd: ManuallyDrop::new(fd), has_refused }
     }
 
-    /// Refuses descriptors from now on.
-    pub fn refuse(&self) {
-        crate::refuse(self.fd.as_fd());
-    }
-
     /// Ends the connection: the peer reads what was sent, then the end, and can send no more. The
     /// close of a socket may come later, or never.
     pub fn end(&self) {

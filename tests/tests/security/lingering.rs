@@ -7,19 +7,19 @@
 // Clippy recognizes only functions marked as tests, not the functions that they call.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use std::io::{ErrorKind, IoSlice, Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, AsRawFd};
+use std::io::{ErrorKind, Read};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cuda_socket::{MAX_PACKET, Reply, Request, VERSION, decode_numbered, encode};
+use foreign_fds::testing;
 use ipc::seqpacket::SeqPacket;
 use mdev_core::units::{GIB, PAGE_SIZE};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg, setsockopt, sockopt::Linger};
 use serde_json::{Value, json};
 use system_tests::raw_client::{DMA_MAP, GET_INFO, RawClient};
 use system_tests::worker_deaths::worker;
@@ -30,36 +30,10 @@ use super::abuse::{Victim, map};
 /// Longest time of a stop that ends at once, with a margin for a busy host.
 const SOON: Duration = Duration::from_secs(10);
 
-/// Returns a socket whose close waits, and its peer.
-fn lingering() -> Result<(TcpStream, TcpStream)> {
-    let listener = TcpListener::bind(("127.0.0.1", 0))?;
-    let socket = TcpStream::connect(listener.local_addr()?)?;
-    let (peer, _) = listener.accept()?;
-    setsockopt(&socket, Linger, &libc::linger { l_onoff: 1, l_linger: 3600 })?;
-    socket.set_nonblocking(true)?;
-    while (&socket).write(&[0; 1 << 12]).is_ok() {}
-    Ok((socket, peer))
-}
-
-/// Sends bytes with a lingering socket. Returns its peer. The sender's own close ends at once,
-/// since the receiver has the message until it closes the socket.
+/// Sends bytes with a lingering socket, of which no copy stays here. Returns its peer.
 fn pass(socket: &impl AsFd, bytes: &[u8]) -> Result<TcpStream> {
-    pass_this(socket, bytes, lingering()?)
-}
-
-/// Sends bytes with a lingering socket, as [`pass`].
-fn pass_this(
-    socket: &impl AsFd,
-    bytes: &[u8],
-    (linger, peer): (TcpStream, TcpStream),
-) -> Result<TcpStream> {
-    let raw = [linger.as_raw_fd()];
-    let rights = [ControlMessage::ScmRights(&raw)];
-    let (socket, bytes) = (socket.as_fd().as_raw_fd(), [IoSlice::new(bytes)]);
-    let sent = sendmsg::<()>(socket, &bytes, &rights, MsgFlags::MSG_NOSIGNAL, None);
-    // The receiver may have been quicker, and then this close is the last one.
-    std::thread::spawn(|| drop(linger));
-    sent?;
+    let (linger, peer) = testing::lingering();
+    testing::pass(socket, bytes, linger)?;
     Ok(peer)
 }
 
@@ -99,10 +73,10 @@ fn lingering_sockets_of_a_vm_do_not_stop_the_worker() -> Result<()> {
     // In the socket, when the worker refuses the connection or closes it.
     let mut second;
     loop {
-        let linger = lingering()?;
+        let (linger, peer) = testing::lingering();
         second = UnixStream::connect(&victim.socket)?;
         // The worker may be quicker, and then nothing can be sent.
-        if let Ok(peer) = pass_this(&second, b"x", linger) {
+        if testing::pass(&second, b"x", linger).is_ok() {
             peers.push(peer);
             break;
         }

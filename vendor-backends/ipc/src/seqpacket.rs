@@ -62,7 +62,7 @@ impl SeqPacket {
     }
 
     /// Connects as [`Self::connect_with_timeout`]. The peer cannot send file descriptors
-    /// ([`Self::refuse_fds`]).
+    /// ([`foreign_fds::refuse`]).
     pub fn connect_without_fds(path: &Path, timeout: Duration) -> io::Result<Self> {
         Self(ForeignSocket::refusing(new_socket()?)).connected(path, timeout)
     }
@@ -80,12 +80,6 @@ impl SeqPacket {
     pub fn pair_without_fds() -> io::Result<(Self, Self)> {
         let (Self(a), b) = Self::pair()?;
         Ok((Self(ForeignSocket::refusing(a.into_fd())), b))
-    }
-
-    /// Has the kernel refuse packets with file descriptors to this end from now on, as
-    /// [`foreign_fds::refuse`] says.
-    pub fn refuse_fds(&self) {
-        self.0.refuse();
     }
 
     /// Returns whether the other end has not received all packets of this one.
@@ -199,7 +193,7 @@ impl SeqPacket {
         };
         let discarded = flags.contains(MsgFlags::MSG_CTRUNC) && max_fds > 0;
         if flags.contains(MsgFlags::MSG_TRUNC) || discarded && fds.len() >= max_fds {
-            foreign_fds::close_all(fds.into_iter().map(ForeignFd::into_trusted));
+            foreign_fds::close_all(fds);
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "The packet has too many bytes or file descriptors",

@@ -3,13 +3,12 @@
 //! The runtime has one thread, which must never wait for a descriptor to be closed.
 
 use std::io;
-use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use foreign_fds::ForeignFd;
+use foreign_fds::{ForeignFd, ForeignSocket};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::UnixStream;
@@ -157,60 +156,22 @@ impl Drop for ForeignStream {
         // An error leaves no socket: the runtime has closed it.
         if let Some(Ok(stream)) = self.stream.take().map(UnixStream::into_std) {
             // The peer learns of the end although the descriptor may be closed later.
-            let _ = stream.shutdown(Shutdown::Both);
-            foreign_fds::close(OwnedFd::from(stream));
+            ForeignSocket::from(OwnedFd::from(stream)).end();
         }
     }
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::io::{IoSlice, Write};
-    use std::net::{TcpListener, TcpStream};
-    use std::sync::mpsc;
-    use std::time::Duration;
-
-    use nix::sys::socket::{
-        ControlMessage, MsgFlags, getsockopt, sendmsg, setsockopt, sockopt::Linger,
-    };
+    use foreign_fds::testing::{lingering, pass, without_waiting};
     use tokio::io::AsyncReadExt;
+    use tokio::runtime::{Builder, Runtime};
 
     use super::*;
 
-    /// Returns a socket whose close waits as long as its peer does not read.
-    pub fn lingering() -> (TcpStream, TcpStream) {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (peer, _) = listener.accept().unwrap();
-        let linger = libc::linger { l_onoff: 1, l_linger: 3600 };
-        setsockopt(&socket, Linger, &linger).unwrap();
-        assert_eq!(getsockopt(&socket, Linger).unwrap().l_linger, 3600);
-        socket.set_nonblocking(true).unwrap();
-        while (&socket).write(&[0; 1 << 12]).is_ok() {}
-        (socket, peer)
-    }
-
-    /// Sends bytes with a descriptor, of which no copy stays here.
-    pub fn try_pass(socket: &impl AsFd, bytes: &[u8], fd: TcpStream) -> nix::Result<()> {
-        let raw = [fd.as_raw_fd()];
-        let rights = [ControlMessage::ScmRights(&raw)];
-        let (socket, flags) = (socket.as_fd().as_raw_fd(), MsgFlags::MSG_NOSIGNAL);
-        let sent = sendmsg::<()>(socket, &[IoSlice::new(bytes)], &rights, flags, None);
-        // It is the last one if the receiver was quicker, or the kernel has refused it.
-        std::thread::spawn(|| drop(fd));
-        sent.map(drop)
-    }
-
-    /// Runs a future on a runtime of one thread, and fails if the thread waits.
-    pub fn without_waiting<T: Send + 'static>(
-        body: impl FnOnce(&tokio::runtime::Runtime) -> T + Send + 'static,
-    ) -> T {
-        let (done, is_done) = mpsc::channel();
-        std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-            done.send(body(&runtime.unwrap()))
-        });
-        is_done.recv_timeout(Duration::from_secs(30)).expect("the runtime's thread waits")
+    /// Makes a call with a runtime of one thread, and fails if the thread waits.
+    pub fn on_a_thread<T: Send + 'static>(body: impl FnOnce(&Runtime) -> T + Send + 'static) -> T {
+        without_waiting(move || body(&Builder::new_current_thread().enable_all().build().unwrap()))
     }
 
     #[test]
@@ -219,11 +180,11 @@ pub(crate) mod tests {
         let mut peers = Vec::new();
         for byte in [b"a", b"b"] {
             let (socket, peer) = lingering();
-            try_pass(&near, byte, socket).unwrap();
+            pass(&near, byte, socket).unwrap();
             peers.push(peer);
         }
         far.set_nonblocking(true).unwrap();
-        without_waiting(move |runtime| {
+        on_a_thread(move |runtime| {
             runtime.block_on(async {
                 let mut stream = ForeignStream::from(UnixStream::from_std(far).unwrap());
                 // The second one is in the socket when that is closed.

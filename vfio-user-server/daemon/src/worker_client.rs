@@ -421,7 +421,7 @@ fn exchange_on(
     match serde_json::from_slice(&buffer[..packet.len]) {
         Ok(reply) => Ok((reply, packet.fds)),
         Err(error) => {
-            foreign_fds::close_all(packet.fds.into_iter().map(ForeignFd::into_trusted));
+            foreign_fds::close_all(packet.fds);
             // The text may quote the reply.
             let error = one_line(&error.to_string(), MAX_TEXT);
             Err(io::Error::new(io::ErrorKind::InvalidData, error))

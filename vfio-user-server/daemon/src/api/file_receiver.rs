@@ -156,17 +156,18 @@ mod tests {
 
     #[test]
     fn files_that_no_request_takes_do_not_stop_the_runtime() {
-        use crate::foreign_stream::tests::{lingering, try_pass, without_waiting};
+        use crate::foreign_stream::tests::on_a_thread;
+        use foreign_fds::testing::{lingering, pass};
         let (near, far) = std::os::unix::net::UnixStream::pair().unwrap();
         far.set_nonblocking(true).unwrap();
         let mut peers = Vec::new();
         // The second one replaces the first one, and the third one is not received.
         for byte in [b"a", b"b", b"c"] {
             let (socket, peer) = lingering();
-            try_pass(&near, byte, socket).unwrap();
+            pass(&near, byte, socket).unwrap();
             peers.push(peer);
         }
-        without_waiting(move |runtime| {
+        on_a_thread(move |runtime| {
             runtime.block_on(async {
                 let stream = UnixStream::from_std(far).unwrap();
                 let (mut stream, _passed) = FileReceiver::new(stream.into(), true);

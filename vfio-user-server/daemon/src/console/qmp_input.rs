@@ -359,7 +359,8 @@ mod tests {
 
     #[test]
     fn a_monitor_that_attaches_descriptors_does_not_stop_the_runtime() {
-        use crate::foreign_stream::tests::{lingering, try_pass, without_waiting};
+        use crate::foreign_stream::tests::on_a_thread;
+        use foreign_fds::testing::{lingering, pass};
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qmp");
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
@@ -369,7 +370,7 @@ mod tests {
             // From Linux 6.16 on, the kernel refuses them. Two are not read.
             for line in [&b"{\"QMP\": {}}\n"[..], b"\n", b"\n"] {
                 let (socket, peer) = lingering();
-                let refused = try_pass(&stream, line, socket).is_err();
+                let refused = pass(&stream, line, socket).is_err();
                 peers.push(peer);
                 // The connection ends because of the first empty line.
                 if refused && io::Write::write_all(&mut &stream, line).is_err() {
@@ -380,7 +381,7 @@ mod tests {
             peers
         });
         let own = std::process::id().cast_signed();
-        let opened = without_waiting(move |runtime| {
+        let opened = on_a_thread(move |runtime| {
             runtime.block_on(async { QmpInput::open(&path, own).await.map(drop) })
         });
         assert!(opened.is_err());

@@ -45,7 +45,7 @@ pub fn refuse(control: &Path, fds: impl IntoIterator<Item = ForeignFd>) {
             control.display()
         );
     }
-    foreign_fds::close_all(fds.into_iter().map(ForeignFd::into_trusted));
+    foreign_fds::close_all(fds);
 }
 
 /// Takes files from the next worker at a socket.
