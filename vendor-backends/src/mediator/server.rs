@@ -37,7 +37,7 @@ const TICK_MS: u16 = 500;
 /// Delay after an accept error, to avoid a busy loop.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Allowed time slices.
-const SLICES: RangeInclusive<Duration> = Duration::from_micros(100)..=Duration::from_secs(1);
+const SLICES: RangeInclusive<Duration> = Duration::from_micros(10)..=Duration::from_secs(1);
 /// Allowed hang limits.
 const QUOTA_TIMEOUTS: RangeInclusive<Duration> = Quotas::SHORTEST_TIMEOUT..=Quotas::LONGEST_TIMEOUT;
 

@@ -11,7 +11,7 @@ use super::demand::Demand;
 use super::group::{Group, Groups};
 use super::turns::Turns;
 use crate::sched::account::Interval;
-use crate::sched::policy::Config;
+use crate::sched::policy::{Config, MIN_SLICE};
 
 /// Longest round of the runlist, as long as slices are not shorter than [`SHORTEST_PART`] of the
 /// configured one.
@@ -21,14 +21,16 @@ const SHORTEST_PART: f64 = 0.25;
 /// Slice of the only vGPU that competes. The GPU changes to no other vGPU unless that has work, so
 /// the short slice costs nothing, and others wait for it only briefly.
 const LONE_SLICE: Duration = Duration::from_micros(200);
-/// The same while others get the engine so often that switches would take too much of its time.
+/// Shortest slice beside that of the only vGPU that competes, where switches cost little.
+pub(super) const SHORTEST_SLICE: Duration = Duration::from_micros(10);
+/// [`LONE_SLICE`] while others get the engine so often that switches would take too much of its time.
 const LONE_LONG_SLICE: Duration = Duration::from_micros(1750);
 /// Mean slice of several vGPUs that compete beside vGPUs below their shares: these wait for a round
 /// at most, and a switch costs 0.17 ms on an NVIDIA GPU.
 const BESIDE_BRIEF_SLICE: Duration = Duration::from_millis(3);
-/// Longest slice of a vGPU below its share, or without work while others compete. Longer work of
-/// one service does not delay the next, and work that begins does not delay others before its
-/// demand is known.
+/// Longest slice of a vGPU below its share, or without work while others compete, where switches
+/// are costly. Longer work of one service does not delay the next, and work that begins does not
+/// delay others before its demand is known.
 const BRIEF_SLICE: Duration = Duration::from_millis(2);
 /// Number of competing vGPUs above which slices no longer repay debts, and number at which they do
 /// again.
@@ -47,12 +49,13 @@ const TOLERANCE: f64 = 0.125;
 pub(super) struct Length {
     /// Factor of the slice.
     pub(super) factor: f64,
-    /// Bound of the slice.
+    /// Bounds of the slice.
+    pub(super) shortest: Duration,
     pub(super) longest: Duration,
 }
 
 impl Length {
-    const UNCHANGED: Self = Self { factor: 1.0, longest: Duration::MAX };
+    const UNCHANGED: Self = Self { factor: 1.0, shortest: MIN_SLICE, longest: Duration::MAX };
 }
 
 /// Pace of the runlist.
@@ -69,6 +72,8 @@ pub(super) struct Pace {
     briefly: bool,
     /// So many vGPUs compete that slices are to change seldom.
     crowded: bool,
+    /// All slices keep their proportions.
+    in_proportion: bool,
 }
 
 impl Default for Pace {
@@ -80,6 +85,7 @@ impl Default for Pace {
             turns: Turns::default(),
             briefly: false,
             crowded: false,
+            in_proportion: false,
         }
     }
 }
@@ -89,9 +95,9 @@ impl Pace {
     pub(super) fn length(&self, demand: Demand) -> Length {
         match demand {
             // A change of demand changes no slice.
-            _ if self.crowded => self.competing,
+            _ if self.crowded || self.in_proportion => self.competing,
             Demand::Idle if self.round.is_zero() && !self.briefly => self.competing,
-            Demand::Idle | Demand::Brief => Length { factor: 1.0, longest: BRIEF_SLICE },
+            Demand::Idle | Demand::Brief => Length { longest: BRIEF_SLICE, ..Length::UNCHANGED },
             Demand::Competing => self.competing,
         }
     }
@@ -128,12 +134,14 @@ impl Pace {
 
     /// Follows the demand of the vGPUs. `base` is the slice of a vGPU that its weight gives.
     ///
-    /// With `costly_changes`, the slices of many vGPUs change seldom.
+    /// With `costly_switches`, the slices of many vGPUs change seldom, and vGPUs below their shares
+    /// have longer slices than their shares give. Without, all slices keep their proportions: work
+    /// that begins then gets its share, and no more, before its demand is known.
     pub(super) fn update(
         &mut self,
         config: &Config,
         groups: &Groups,
-        costly_changes: bool,
+        costly_switches: bool,
         base: impl Fn(&Group) -> Duration,
     ) {
         let of = |demand| groups.values().filter(move |group| group.demand == demand);
@@ -141,7 +149,8 @@ impl Pace {
         let round: Duration = of(Demand::Competing).map(&base).sum();
         let channel_groups: u32 =
             of(Demand::Competing).map(|group| group.usage.counters().busy_groups.max(1)).sum();
-        self.crowded = costly_changes && competing > CROWD[usize::from(self.crowded)];
+        self.in_proportion = !costly_switches;
+        self.crowded = costly_switches && competing > CROWD[usize::from(self.crowded)];
         let steadily = if self.crowded { STEADILY_BRIEF } else { 1 };
         let briefly = of(Demand::Brief).any(|group| group.brief_for >= steadily);
         self.briefly = briefly;
@@ -158,7 +167,10 @@ impl Pace {
             let shortest = config.mean_slice().as_secs_f64() * SHORTEST_PART / mean;
             let part = MAX_ROUND.as_secs_f64() / round.as_secs_f64();
             next.factor = part.max(shortest).min(1.0);
-            if lone {
+            if lone && self.in_proportion {
+                next.shortest = SHORTEST_SLICE;
+                next.factor = next.factor.min(LONE_SLICE.as_secs_f64() / round.as_secs_f64());
+            } else if lone {
                 next.longest = if self.turns.are_many() { LONE_LONG_SLICE } else { LONE_SLICE };
             } else if briefly && competing > 0 {
                 let brief = BESIDE_BRIEF_SLICE.as_secs_f64() * f64::from(channel_groups);
@@ -167,7 +179,8 @@ impl Pace {
         }
         let before = self.competing;
         let near = (next.factor / before.factor - 1.0).abs() <= TOLERANCE;
-        if !near || next.longest != before.longest || next == Length::UNCHANGED {
+        let bounds = |length: &Length| (length.shortest, length.longest);
+        if !near || bounds(&next) != bounds(&before) || next == Length::UNCHANGED {
             self.competing = next;
         }
         self.round = Duration::ZERO;

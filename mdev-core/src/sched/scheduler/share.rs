@@ -1,5 +1,6 @@
 //! Share of one vGPU: its request, its weight and its time slice.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::weight_class::WeightClass;
@@ -9,7 +10,7 @@ use crate::sched::share::{Core, Mode, Priority, ShareRequest};
 /// Share of one vGPU, and the time slice that implements the share.
 ///
 /// The class and the base weight always match the request and the policy of the last
-/// [`Self::apply_policy`]. A slice is within [`MIN_SLICE`] and [`MAX_SLICE`].
+/// [`Self::apply_policy`]. A slice is at most [`MAX_SLICE`].
 #[derive(Clone, Debug)]
 pub(super) struct Share {
     request: ShareRequest,
@@ -98,8 +99,8 @@ impl Share {
         self.slice
     }
 
-    /// Sets the slice to base weight x `scale` x boost x `correction`, within the bounds and
-    /// `longest`.
+    /// Sets the slice to base weight x `scale` x boost x `correction`, within `bounds` and those of
+    /// every slice.
     ///
     /// `scale` is in seconds for each unit of base weight. Returns the new slice, or `None` if it
     /// differs from the slice before by no more than the part `tolerance`.
@@ -107,13 +108,14 @@ impl Share {
         &mut self,
         scale: f64,
         correction: f64,
-        longest: Duration,
+        bounds: RangeInclusive<Duration>,
         tolerance: f64,
     ) -> Option<Duration> {
-        let longest = self.max_slice().min(longest);
-        let wanted = self.wanted_seconds(scale, correction).min(longest.as_secs_f64());
-        let seconds = wanted.clamp(MIN_SLICE.as_secs_f64(), MAX_SLICE.as_secs_f64());
-        let slice = Duration::try_from_secs_f64(seconds).unwrap_or(MIN_SLICE);
+        let (shortest, longest) = bounds.into_inner();
+        let longest = self.max_slice().min(longest).max(shortest);
+        let wanted = self.wanted_seconds(scale, correction);
+        let seconds = wanted.clamp(shortest.as_secs_f64(), longest.as_secs_f64());
+        let slice = Duration::try_from_secs_f64(seconds).unwrap_or(shortest);
         let differs =
             |had: Duration| slice.abs_diff(had).as_secs_f64() > had.as_secs_f64() * tolerance;
         if !self.slice.is_none_or(differs) {

@@ -262,7 +262,8 @@ fn reslice(
 ) {
     let length = pace.length(group.demand);
     let (scale, correction) = (scale * length.factor, group.debt.correction());
-    if let Some(slice) = group.share.reslice(scale, correction, length.longest, tolerance) {
+    let bounds = length.shortest..=length.longest;
+    if let Some(slice) = group.share.reslice(scale, correction, bounds, tolerance) {
         decisions.slice(id, group, slice, cause);
     }
 }

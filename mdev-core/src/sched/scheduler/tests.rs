@@ -6,11 +6,12 @@ use proptest::prelude::*;
 use uuid::Uuid;
 
 use super::demand::Demand;
+use super::pace::SHORTEST_SLICE;
 use super::weights::Weights;
 use super::*;
 use crate::gpu::Usage;
 use crate::sched::Mode;
-use crate::sched::policy::{MAX_SLICE, MIN_SLICE};
+use crate::sched::policy::MAX_SLICE;
 
 fn id(n: u8) -> VgpuId {
     VgpuId(Uuid::from_u128(u128::from(n)))
@@ -208,7 +209,7 @@ proptest! {
             for action in apply(&mut sched, step) {
                 if let Action::SetTimeslice(id, slice) = action {
                     prop_assert!(sched.groups.contains_key(&id), "action for a stopped vGPU");
-                    prop_assert!((MIN_SLICE..=MAX_SLICE).contains(&slice));
+                    prop_assert!((SHORTEST_SLICE..=MAX_SLICE).contains(&slice));
                     slices.insert(id, slice);
                 }
             }
@@ -227,14 +228,15 @@ proptest! {
             // Slices of vGPUs without debts and with the same demand are in proportion to weights,
             // within their bounds.
             for demand in [Demand::Idle, Demand::Brief, Demand::Competing] {
-                let longest = sched.slices.pace().length(demand).longest.min(MAX_SLICE);
+                let length = sched.slices.pace().length(demand);
+                let (shortest, longest) = (length.shortest, length.longest.min(MAX_SLICE));
                 let free: Vec<f64> = sched
                     .groups
                     .values()
                     .filter(|group| group.demand == demand)
                     .filter(|group| near(group.debt.correction() * group.share.boost(), 1.0))
                     .filter_map(|group| Some((group.share.slice()?, plan.weight(&group.share))))
-                    .filter(|(slice, _)| *slice > MIN_SLICE && *slice < longest)
+                    .filter(|(slice, _)| *slice > shortest && *slice < longest)
                     .map(|(slice, weight)| slice.as_secs_f64() / weight)
                     .collect();
                 let most = free.iter().copied().fold(0.0, f64::max);

@@ -174,6 +174,21 @@ fn two_services_that_leave_the_engine_idle_are_not_throttled() {
     }
 }
 
+/// On a GPU with cheap switches, work that comes and goes gets its share from its first moment on,
+/// long before a reading shows its demand.
+#[test]
+fn bursts_get_their_share_and_no_more() {
+    for core in [5, 20, 50] {
+        // At its share, a burst takes 150 ms, and so does a pause.
+        let burst = Workload::bursty(10 * US, u64::from(core) * 1500 * US, 150 * MS);
+        let mut sim = on(GPUS[1]);
+        sim.start(id(0), soft(100 - core), TRAINING).unwrap();
+        sim.start(id(1), soft(core), burst).unwrap();
+        let part = f64::from(core) / 2.0;
+        assert_near(&used(&mut sim), &[100.0 - part, part], 0.6);
+    }
+}
+
 /// Loads that look brief and want more than their share. Each runs beside a training.
 #[test]
 fn looking_brief_gains_nothing() {
