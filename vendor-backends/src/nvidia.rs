@@ -46,6 +46,7 @@ pub mod usermode_page;
 pub mod vgpu_state;
 mod vram_copier;
 pub mod wire;
+mod work_time;
 
 pub use backend::NvidiaBackend;
 pub use client::NvidiaClient;

@@ -22,8 +22,9 @@ use nvidia_rm::rm::{Node, Rm, RmError};
 
 use super::client::driver_layout;
 use super::device::{Device, cards};
-use super::usage_reconcile::{Account, Reconciler, ReportLimit, Reported};
+use super::usage_reconcile::{Account, Reconciler, Reported};
 use super::wire::{self, Card, FromManager, FromWorker, Grant, Load, Options, Report};
+use super::work_time::{ReportedTotal, WorkTime};
 
 /// Timeout of the usage reports of all workers together. One report takes about 50 us.
 const USAGE_TIMEOUT: Duration = Duration::from_millis(10);
@@ -68,21 +69,15 @@ struct WorkerConn {
     reported_ns: Option<u64>,
     /// Plausibility of the reported engine time of kernels.
     account: Account,
-    /// Limits of the reported time with copies, and with any work.
-    copying_limit: ReportLimit,
-    had_work_limit: ReportLimit,
+    /// Reported time with copies, and with any work.
+    copying: ReportedTotal,
+    work: WorkTime,
     /// Total engine time of kernels that is charged, in nanoseconds.
     compute_ns: u64,
     /// Total engine time of copies that is charged.
     copy_time: Duration,
-    /// Part of the reported copying time that is accounted, in nanoseconds.
-    accounted_copying_ns: u64,
     /// Copying time that is reported, plausible and not charged yet.
     new_copying: Duration,
-    /// Part of the reported time with work that is accounted, in nanoseconds.
-    accounted_work_ns: u64,
-    /// Total time with work, in nanoseconds.
-    had_work_ns: u64,
 }
 
 /// First series of the driver whose structures the device files for programs know.
@@ -92,12 +87,16 @@ const FIRST_SERIES_WITH_PROGRAMS: u16 = 580;
 const MAX_TAKEN_OVER_NS: u64 = 365 * 86_400 * 1_000_000_000;
 
 impl WorkerConn {
+    /// Returns the engine time that is charged, in nanoseconds.
+    fn engine_ns(&self) -> u64 {
+        self.compute_ns.saturating_add(self.copy_time.as_nanos() as u64)
+    }
+
     /// Returns the charged usage.
     fn usage(&self) -> Usage {
         let copy_ns = self.copy_time.as_nanos() as u64;
-        let engine_ns = self.compute_ns.saturating_add(copy_ns);
-        // The vGPU waited for the rest of the time in which it had work.
-        let wait_ns = self.had_work_ns.saturating_sub(engine_ns);
+        let engine_ns = self.engine_ns();
+        let wait_ns = self.work.wait_ns(engine_ns);
         Usage { engine_ns, compute_ns: self.compute_ns, copy_ns, wait_ns, ..self.report.usage }
     }
 
@@ -107,9 +106,8 @@ impl WorkerConn {
         let reported_ns = self.reported_ns.get_or_insert_with(|| {
             // The worker ran under a previous manager. That time counts as charged.
             self.compute_ns = total_ns.min(MAX_TAKEN_OVER_NS);
-            self.accounted_copying_ns = self.report.copying_ns;
-            self.accounted_work_ns = self.report.had_work_ns;
-            self.had_work_ns = self.report.had_work_ns.min(MAX_TAKEN_OVER_NS);
+            self.copying.take_over(self.report.copying_ns);
+            self.work.take_over(self.report.had_work_ns, MAX_TAKEN_OVER_NS);
             total_ns
         });
         let engine_ns = total_ns.saturating_sub(*reported_ns);
@@ -120,16 +118,8 @@ impl WorkerConn {
 
     /// Takes the reported times with copies and with any work, as far as they are plausible.
     fn take_times(&mut self, now: Instant) {
-        let new = |total_ns: u64, accounted_ns: &mut u64, limit: &mut ReportLimit| {
-            let new_ns = total_ns.saturating_sub(*accounted_ns);
-            *accounted_ns = total_ns.max(*accounted_ns);
-            limit.admit(now, Duration::from_nanos(new_ns))
-        };
-        let Report { copying_ns, had_work_ns, .. } = self.report;
-        let copying = &mut self.accounted_copying_ns;
-        self.new_copying = new(copying_ns, copying, &mut self.copying_limit);
-        let had_work = new(had_work_ns, &mut self.accounted_work_ns, &mut self.had_work_limit);
-        self.had_work_ns = self.had_work_ns.saturating_add(had_work.as_nanos() as u64);
+        self.new_copying = self.copying.take(now, self.report.copying_ns);
+        self.work.take(now, self.report.had_work_ns, self.engine_ns());
     }
 }
 
@@ -241,14 +231,11 @@ impl NvidiaGpu {
             // A new worker starts at 0.
             reported_ns: (!ready).then_some(0),
             account: Account::new(now),
-            copying_limit: ReportLimit::new(now),
-            had_work_limit: ReportLimit::new(now),
+            copying: ReportedTotal::new(now),
+            work: WorkTime::new(now),
             compute_ns: 0,
             copy_time: Duration::ZERO,
-            accounted_copying_ns: 0,
             new_copying: Duration::ZERO,
-            accounted_work_ns: 0,
-            had_work_ns: 0,
         };
         self.workers.insert(spec.vgpu, worker);
         Ok(worker_socket.into())
