@@ -75,7 +75,7 @@ mod tests {
         let start = Instant::now();
         let mut work = WorkTime::new(start);
         // While the vGPU was alone, its usage became known half a second late.
-        work.take(start + Duration::from_millis(1000), 500 * MS, 1000 * MS);
+        work.take(start + Duration::from_secs(1), 500 * MS, 1000 * MS);
         assert_eq!(work.wait_ns(1000 * MS), 0);
         // It works beside another vGPU now.
         work.take(start + Duration::from_millis(1025), 525 * MS, 1005 * MS);
