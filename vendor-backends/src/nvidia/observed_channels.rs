@@ -172,7 +172,7 @@ impl ObservedChannels {
     /// Notes that the vGPU has no work for the compute engine, whatever its rings contain.
     pub fn note_no_work(&self) {
         if let Some(log) = &mut *self.ctxsw_log() {
-            log.demand.has_no_work();
+            log.demand.note_no_work();
         }
     }
 }

@@ -246,7 +246,7 @@ impl VgpuState {
             faults: counters.faults,
             hang_resets: counters.hang_resets,
             gate_closings: counters.gate_closings,
-            runnable: busy || demand.is_waiting(),
+            runnable: busy || demand.has_work(),
             busy_groups,
             waits: *demand.waits(),
             polled_doorbells: count(|poller| &poller.polled),

@@ -33,11 +33,19 @@ struct Wait {
     counted_until_ns: u64,
     /// The GPU has run others instead: what was submitted needs no engine.
     hollow: bool,
+    /// The vGPU lost the engine with work left.
+    lost_engine: bool,
 }
 
 impl Wait {
+    /// Begins with a submission.
     fn new(since_ns: u64) -> Self {
-        Self { since_ns, counted_until_ns: since_ns, hollow: false }
+        Self { since_ns, counted_until_ns: since_ns, hollow: false, lost_engine: false }
+    }
+
+    /// Begins with the loss of the engine.
+    fn of_lost_engine(since_ns: u64) -> Self {
+        Self { lost_engine: true, ..Self::new(since_ns) }
     }
 }
 
@@ -51,6 +59,8 @@ pub struct EngineDemand {
     /// Longest wait for the engine.
     longest_wait_ns: u64,
     resident_since_ns: Option<u64>,
+    /// The vGPU has the engine to continue with work that was left.
+    continues: bool,
     /// End of the last residency.
     left_ns: u64,
     /// The vGPU gave up most of that slice.
@@ -113,13 +123,13 @@ impl EngineDemand {
             self.enter(at_ns);
         }
         if !open && self.resident_since_ns.take().is_some() {
-            self.wait = Some(Wait::new(at_ns));
+            self.wait = Some(Wait::of_lost_engine(at_ns));
         }
     }
 
     /// Notes that what was submitted needs no engine, and neither what follows until the vGPU gets
     /// the engine.
-    pub fn has_no_work(&mut self) {
+    pub fn note_no_work(&mut self) {
         if let Some(wait) = &mut self.wait {
             wait.hollow = true;
         }
@@ -131,8 +141,9 @@ impl EngineDemand {
             // The vGPU comes back without a submission, so it had left with work. A program that
             // waits for each request may submit the next while the engine changes contexts.
             self.preemptions += u64::from(!self.left_early);
-            self.wait = Some(Wait::new(self.left_ns));
+            self.wait = Some(Wait::of_lost_engine(self.left_ns));
         }
+        self.continues = self.wait.is_some_and(|wait| wait.lost_engine);
         if let Some(wait) = self.wait.take() {
             self.waited_ns += self.counted_ns(wait, at_ns);
             if !wait.hollow {
@@ -164,7 +175,7 @@ impl EngineDemand {
         let recent = at_ns.saturating_sub(self.submitted_ns) < RECENT_NS;
         if had_ns >= slice_ns / 16 * 15 && (recent || !beyond) {
             self.preemptions += 1;
-            self.wait = Some(Wait::new(at_ns));
+            self.wait = Some(Wait::of_lost_engine(at_ns));
         }
         // Records come late: the submission was read before.
         if self.submitted_ns > at_ns {
@@ -172,9 +183,17 @@ impl EngineDemand {
         }
     }
 
-    /// Returns whether work waits for the engine.
-    pub fn is_waiting(&self) -> bool {
-        self.wait.is_some_and(|wait| !wait.hollow)
+    /// Returns whether there is work that the engine has begun, or that waits for the engine. Work
+    /// that has ended since counts until another vGPU needs the engine.
+    ///
+    /// A kernel without an end shows nothing in its rings, and has work at any time: if it had none
+    /// while it runs, only intervals that begin and end with a wait would count as contended, and in
+    /// those the vGPU runs less than its share.
+    pub fn has_work(&self) -> bool {
+        match self.resident_since_ns {
+            Some(_) => self.continues,
+            None => self.wait.is_some_and(|wait| !wait.hollow),
+        }
     }
 
     /// Returns when the vGPU last had the engine, or work without the engine, if that was later.
@@ -232,9 +251,9 @@ mod tests {
         for request in 1..=100 {
             let at = request * 10 * MS;
             assert!(demand.submit(at) && !demand.submit(at + 20 * US), "one wait");
-            assert!(demand.is_waiting());
+            assert!(demand.has_work());
             demand.reside(at + 200 * US, at + 500 * US);
-            assert!(!demand.is_waiting(), "nothing is left to do");
+            assert!(!demand.has_work(), "nothing is left to do");
         }
         assert_eq!((demand.waited_ns(u64::MAX), demand.preemptions()), (20 * MS, 0));
         assert_eq!(demand.waits().total(), 100);
@@ -256,18 +275,37 @@ mod tests {
     }
 
     #[test]
+    fn a_kernel_without_an_end_has_work_at_any_time() {
+        let mut demand = demand(12 * MS);
+        demand.submit(1);
+        demand.reside(1, 12 * MS);
+        for round in 1..100 {
+            assert!(demand.has_work(), "it waits");
+            let at = round * 24 * MS;
+            demand.add(&record(START, OWN, at), OWN);
+            assert!(demand.has_work(), "it runs");
+            demand.add(&record(END, OWN, at + 12 * MS), OWN);
+        }
+        // A request has ended as soon as the rings show none.
+        let mut demand = self::demand(12 * MS);
+        demand.submit(MS);
+        demand.add(&record(START, OWN, 2 * MS), OWN);
+        assert!(!demand.has_work());
+    }
+
+    #[test]
     fn an_idle_vgpu_that_keeps_the_engine_does_not_lose_work() {
         let mut demand = demand(MS);
         demand.submit(MS);
         // The request ends after 0.3 ms. Another vGPU has work 8 ms later.
         demand.reside(MS, 9 * MS);
-        assert_eq!((demand.preemptions(), demand.is_waiting()), (0, false));
+        assert_eq!((demand.preemptions(), demand.has_work()), (0, false));
         // One that submits all the time does.
         demand.submit(10 * MS);
         demand.add(&record(START, OWN, 10 * MS), OWN);
         demand.submit(18 * MS);
         demand.add(&record(START, 9, 19 * MS), OWN);
-        assert_eq!((demand.preemptions(), demand.is_waiting()), (1, true));
+        assert_eq!((demand.preemptions(), demand.has_work()), (1, true));
     }
 
     #[test]
@@ -277,10 +315,10 @@ mod tests {
         demand.add(&record(START, OWN, MS), OWN);
         demand.set_slices(12 * MS, 24 * MS);
         demand.add(&record(END, OWN, 4 * MS), OWN);
-        assert!(demand.is_waiting());
+        assert!(demand.has_work());
         // Whatever the slice is, a vGPU that comes back without a submission was waiting.
         demand.reside(10 * MS, 12 * MS);
-        assert!(!demand.is_waiting());
+        assert!(!demand.has_work());
         demand.add(&record(START, OWN, 15 * MS), OWN);
         assert_eq!((demand.waited_ns(15 * MS), demand.preemptions()), (10 * MS - 1, 2));
     }
@@ -319,9 +357,9 @@ mod tests {
         let mut demand = demand(3 * MS);
         demand.submit(MS);
         assert_eq!(demand.waited_ns(9_000 * MS), 78 * MS, "two rounds and 30 ms");
-        demand.has_no_work();
+        demand.note_no_work();
         assert!(!demand.submit(9_000 * MS), "the same wait, however often it submits");
-        assert_eq!((demand.waited_ns(9_000 * MS), demand.is_waiting()), (0, false));
+        assert_eq!((demand.waited_ns(9_000 * MS), demand.has_work()), (0, false));
         // The engine shows that there is work.
         demand.reside(9_001 * MS, 9_002 * MS);
         assert!(demand.submit(9_003 * MS));
@@ -362,7 +400,7 @@ mod tests {
         demand.gate(true, true, 4 * MS);
         assert_eq!(demand.waited_ns(9 * MS), 3 * MS);
         demand.gate(false, true, 5 * MS);
-        demand.has_no_work();
+        demand.note_no_work();
         demand.gate(true, false, 8 * MS);
         assert_eq!(demand.waited_ns(9 * MS), 3 * MS);
     }
