@@ -187,8 +187,8 @@ impl EngineDemand {
     /// that has ended since counts until another vGPU needs the engine.
     ///
     /// A kernel without an end shows nothing in its rings, and has work at any time: if it had none
-    /// while it runs, only intervals that begin and end with a wait would count as contended, and in
-    /// those the vGPU runs less than its share.
+    /// while it runs, only intervals that begin and end with a wait would count as contended. In
+    /// those, the vGPU runs less than its share.
     pub fn has_work(&self) -> bool {
         match self.resident_since_ns {
             Some(_) => self.continues,
