@@ -9,8 +9,11 @@ use serde::{Deserialize, Serialize};
 use super::share::KeywordError;
 use crate::gpu::GpuCapabilities;
 
-/// Shortest slice. Shorter slices would cost more in switches than they run.
+/// Shortest slice that can be set. Shorter slices would cost more in switches than they run.
 pub const MIN_SLICE: Duration = Duration::from_micros(100);
+/// Shortest slice that the scheduler gives by itself: beside that of the only vGPU that competes,
+/// where switches cost little.
+pub const SHORTEST_SLICE: Duration = Duration::from_micros(10);
 /// Longest slice. Longer slices would make other vGPUs stutter.
 pub const MAX_SLICE: Duration = Duration::from_millis(30);
 /// Shortest period of a cap.

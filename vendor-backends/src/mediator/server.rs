@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use ipc::seqpacket::{SeqPacket, SeqPacketListener};
 use mdev_core::gpu::{ClientSpec, Quotas};
+use mdev_core::sched::policy::SHORTEST_SLICE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use self::clients::Clients;
@@ -37,7 +38,7 @@ const TICK_MS: u16 = 500;
 /// Delay after an accept error, to avoid a busy loop.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Allowed time slices.
-const SLICES: RangeInclusive<Duration> = Duration::from_micros(10)..=Duration::from_secs(1);
+const SLICES: RangeInclusive<Duration> = SHORTEST_SLICE..=Duration::from_secs(1);
 /// Allowed hang limits.
 const QUOTA_TIMEOUTS: RangeInclusive<Duration> = Quotas::SHORTEST_TIMEOUT..=Quotas::LONGEST_TIMEOUT;
 

@@ -11,7 +11,7 @@ use super::demand::Demand;
 use super::group::{Group, Groups};
 use super::turns::Turns;
 use crate::sched::account::Interval;
-use crate::sched::policy::{Config, MIN_SLICE};
+use crate::sched::policy::{Config, MIN_SLICE, SHORTEST_SLICE};
 
 /// Longest round of the runlist, as long as slices are not shorter than [`SHORTEST_PART`] of the
 /// configured one.
@@ -21,9 +21,7 @@ const SHORTEST_PART: f64 = 0.25;
 /// Slice of the only vGPU that competes. The GPU changes to no other vGPU unless that has work, so
 /// the short slice costs nothing, and others wait for it only briefly.
 const LONE_SLICE: Duration = Duration::from_micros(200);
-/// Shortest slice beside that of the only vGPU that competes, where switches cost little.
-pub(super) const SHORTEST_SLICE: Duration = Duration::from_micros(10);
-/// [`LONE_SLICE`] while others get the engine so often that switches would take too much of its time.
+/// The same while others get the engine so often that switches would take too much of its time.
 const LONE_LONG_SLICE: Duration = Duration::from_micros(1750);
 /// Mean slice of several vGPUs that compete beside vGPUs below their shares: these wait for a round
 /// at most, and a switch costs 0.17 ms on an NVIDIA GPU.

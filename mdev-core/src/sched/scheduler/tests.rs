@@ -6,12 +6,11 @@ use proptest::prelude::*;
 use uuid::Uuid;
 
 use super::demand::Demand;
-use super::pace::SHORTEST_SLICE;
 use super::weights::Weights;
 use super::*;
 use crate::gpu::Usage;
 use crate::sched::Mode;
-use crate::sched::policy::MAX_SLICE;
+use crate::sched::policy::{MAX_SLICE, SHORTEST_SLICE};
 
 fn id(n: u8) -> VgpuId {
     VgpuId(Uuid::from_u128(u128::from(n)))
