@@ -52,7 +52,7 @@ impl WorkTime {
 
     /// Takes a report. `engine_ns` is what was charged so far.
     ///
-    /// A charge that comes late may exceed the time with work. No later wait is taken for that.
+    /// A charge that comes late may exceed the time with work. The excess hides no later wait.
     pub fn take(&mut self, now: Instant, total_ns: u64, engine_ns: u64) {
         let new_ns = self.reported.take(now, total_ns).as_nanos() as u64;
         self.had_work_ns = self.had_work_ns.saturating_add(new_ns).max(engine_ns);

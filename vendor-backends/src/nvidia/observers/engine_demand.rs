@@ -38,12 +38,12 @@ struct Wait {
 }
 
 impl Wait {
-    /// Begins with a submission.
+    /// Begins with a submission, or where a gate closes.
     fn new(since_ns: u64) -> Self {
         Self { since_ns, counted_until_ns: since_ns, hollow: false, lost_engine: false }
     }
 
-    /// Begins with the loss of the engine.
+    /// Begins with the loss of the engine, with work left.
     fn of_lost_engine(since_ns: u64) -> Self {
         Self { lost_engine: true, ..Self::new(since_ns) }
     }
@@ -123,7 +123,8 @@ impl EngineDemand {
             self.enter(at_ns);
         }
         if !open && self.resident_since_ns.take().is_some() {
-            self.wait = Some(Wait::of_lost_engine(at_ns));
+            // A context without work may have been resident, too.
+            self.wait = Some(Wait::new(at_ns));
         }
     }
 
@@ -286,7 +287,7 @@ mod tests {
             assert!(demand.has_work(), "it runs");
             demand.add(&record(END, OWN, at + 12 * MS), OWN);
         }
-        // A request has ended as soon as the rings show none.
+        // Whether a request still runs is for the rings to tell.
         let mut demand = self::demand(12 * MS);
         demand.submit(MS);
         demand.add(&record(START, OWN, 2 * MS), OWN);
@@ -403,6 +404,17 @@ mod tests {
         demand.note_no_work();
         demand.gate(true, false, 8 * MS);
         assert_eq!(demand.waited_ns(9 * MS), 3 * MS);
+    }
+
+    #[test]
+    fn a_gate_shows_no_work_of_a_context_that_rests_on_the_engine() {
+        let mut demand = demand(12 * MS);
+        demand.submit(MS);
+        demand.add(&record(START, OWN, 2 * MS), OWN);
+        // The request has ended, and no other vGPU needs the engine.
+        demand.gate(false, true, 9 * MS);
+        demand.gate(true, true, 14 * MS);
+        assert!(!demand.has_work());
     }
 
     #[test]
