@@ -7,20 +7,26 @@ use nix::sys::socket::{Shutdown, shutdown};
 
 /// Socket of the Unix domain that a less trusted process can write to. Messages that were not
 /// received may have descriptors, for whose close the socket's close waits: the socket is closed
-/// as by [`close`](crate::close), unless the kernel has refused descriptors from the beginning.
+/// as by [`close`](crate::close), unless no foreign descriptor can have arrived.
 #[derive(Debug)]
 pub struct ForeignSocket {
     fd: ManuallyDrop<OwnedFd>,
-    /// No message with descriptors can have arrived.
-    has_refused: bool,
+    /// No message with foreign descriptors can have arrived.
+    closes_at_once: bool,
 }
 
 impl ForeignSocket {
     /// Wraps a new socket, which has no peer yet, and refuses descriptors
     /// ([`refuse`](crate::refuse)).
     pub fn refusing(fd: OwnedFd) -> Self {
-        let has_refused = crate::refuse(fd.as_fd());
-        Self { fd: ManuallyDrop::new(fd), has_refused }
+        let closes_at_once = crate::refuse(fd.as_fd());
+        Self { fd: ManuallyDrop::new(fd), closes_at_once }
+    }
+
+    /// Wraps a socket to whose other end only trusted processes write, which pass on no foreign
+    /// descriptors. It is closed at once.
+    pub fn trusting(fd: OwnedFd) -> Self {
+        Self { fd: ManuallyDrop::new(fd), closes_at_once: true }
     }
 
     /// Ends the connection: the peer reads what was sent, then the end, and can send no more. The
@@ -40,7 +46,7 @@ impl ForeignSocket {
 
 impl From<OwnedFd> for ForeignSocket {
     fn from(fd: OwnedFd) -> Self {
-        Self { fd: ManuallyDrop::new(fd), has_refused: false }
+        Self { fd: ManuallyDrop::new(fd), closes_at_once: false }
     }
 }
 
@@ -60,6 +66,24 @@ impl Drop for ForeignSocket {
     fn drop(&mut self) {
         // SAFETY: a value is dropped once, and its descriptor is not used afterwards.
         let fd = unsafe { ManuallyDrop::take(&mut self.fd) };
-        if self.has_refused { drop(fd) } else { crate::close(fd) }
+        if self.closes_at_once { drop(fd) } else { crate::close(fd) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_of_trusted_processes_has_ended_when_it_is_dropped() {
+        for _ in 0..100 {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            theirs.set_nonblocking(true).unwrap();
+            drop(ForeignSocket::trusting(ours.into()));
+            assert_eq!(theirs.read(&mut [0]).unwrap(), 0, "the end");
+        }
     }
 }

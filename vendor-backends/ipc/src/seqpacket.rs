@@ -48,6 +48,12 @@ impl SeqPacket {
         Ok((Self(a.into()), Self(b.into())))
     }
 
+    /// Uses a socket to whose other end only trusted processes write: its close is not left to a
+    /// thread ([`ForeignSocket::trusting`]).
+    pub fn trusting(fd: OwnedFd) -> Self {
+        Self(ForeignSocket::trusting(fd))
+    }
+
     /// Connects to a listener at `path`.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let fd = new_socket()?;

@@ -60,7 +60,8 @@ impl MediatedClient {
     }
 
     fn greet(fd: OwnedFd, position: u64, adopts: bool) -> Result<Self, GpuError> {
-        let mut connection = Connection::numbered_from(SeqPacket::from(fd), position)?;
+        // The vGPU can be admitted again as soon as the client is dropped.
+        let mut connection = Connection::numbered_from(SeqPacket::trusting(fd), position)?;
         let hello = ClientRequest::Hello { version: wire::VERSION, adopts };
         let (reply, fds) = connection.request_anew(&hello)?;
         let mut fds = trusted(fds);
