@@ -182,7 +182,8 @@ impl Fixture {
         // The second run continues an operation that was preempted.
         for _ in 0..2 {
             let end_ns = now_ns() + run_ns;
-            let limit = RunLimit { end_ns, waiting_requests: &waiting, gate_open: &gate_open };
+            let limit =
+                RunLimit { end_ns, waiting_requests: &waiting, gate_open: &gate_open, turn: None };
             let interrupts = &self.interrupts;
             let cx = Context {
                 hardware: &self.gpu,

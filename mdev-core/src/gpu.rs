@@ -32,7 +32,7 @@ pub use error::GpuError;
 pub use exception::{ErrorStates, Exception};
 pub use facets::{Adoption, Programs, Saving};
 pub use handle::{ClientHandle, SharedClient};
-pub use parent::{Admission, ClientSpec, Gpu};
+pub use parent::{Admission, ClientSpec, Contexts, Gpu};
 pub use saved::{SavedChannel, SavedClient};
 pub use screen::{PhysicalScreen, Scanout, ScreenStatus};
 pub use usage::{Quotas, Usage, UsageReport};

@@ -333,6 +333,12 @@ impl Vgpud {
         Ok(u32::try_from(pid)?)
     }
 
+    /// Returns the process with a vGPU's memory and engine.
+    pub fn context(&self, uuid: &str) -> Result<u32> {
+        let pid = self.show(uuid)?["context_pid"].as_u64().context("A context")?;
+        Ok(u32::try_from(pid)?)
+    }
+
     /// Returns the process that holds a vGPU's descriptors and starts its workers.
     pub fn anchor(&self, uuid: &str) -> Result<u32> {
         let run: Value = serde_json::from_slice(&fs::read(self.vgpu_dir(uuid).join("run.json"))?)?;

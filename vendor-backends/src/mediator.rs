@@ -10,11 +10,15 @@
 //! 2. [`MediatedGpu`] (in the manager) and [`MediatedClient`] (in a worker): the protocol's clients
 //! 3. [`server`]: the protocol's server, in the GPU process
 //! 4. [`emulation`]: address spaces, channels, the runlist and the engine
-//! 5. `saved_state`: files with saved states
-//! 6. [`hardware`], [`fault`]: the interface to a device; [`factorial`]: a fixed function
+//! 5. [`arbiter`] and [`context_process`]: engines in a process for each vGPU, which get turns;
+//!    [`turn_page`]: the memory that they share
+//! 6. `saved_state`: files with saved states
+//! 7. [`hardware`], [`fault`]: the interface to a device; [`factorial`]: a fixed function
 
+pub mod arbiter;
 mod client;
 mod connection;
+pub mod context_process;
 pub mod emulation;
 pub mod factorial;
 pub mod fault;
@@ -22,6 +26,7 @@ mod gpu;
 pub mod hardware;
 mod saved_state;
 pub mod server;
+pub mod turn_page;
 pub mod wire;
 
 pub use client::MediatedClient;

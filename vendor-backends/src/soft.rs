@@ -38,7 +38,8 @@ impl SoftGpu {
     /// Creates a software GPU with `vram_bytes` of video memory.
     pub fn new(name: &str, vram_bytes: u64) -> Self {
         // The software GPU has no screen.
-        let mut lacking = GpuCapabilities::SCANOUT | GpuCapabilities::EXACT_SLICES;
+        let mut lacking =
+            GpuCapabilities::SCANOUT | GpuCapabilities::EXACT_SLICES | GpuCapabilities::CONTEXTS;
         if FRONT_END.is_none() {
             lacking |= GpuCapabilities::PROGRAMS;
         }
@@ -57,6 +58,14 @@ impl SoftGpu {
             },
             vram: Vram::new(vram_bytes),
         }
+    }
+
+    /// Gives each vGPU a process of its own
+    /// ([`context_process`](crate::mediator::context_process)).
+    #[must_use]
+    pub fn with_contexts(mut self) -> Self {
+        self.description.capabilities |= GpuCapabilities::CONTEXTS;
+        self
     }
 }
 

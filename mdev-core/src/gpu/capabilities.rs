@@ -59,6 +59,10 @@ bitflags! {
         /// Imports pin their pages, and others wait for the driver meanwhile. Large mappings of
         /// guest memory are imported in parts.
         const PINS = 1 << 16;
+        /// A process for each vGPU, with its memory and its engine ([`Gpu::contexts`]).
+        ///
+        /// [`Gpu::contexts`]: super::Gpu::contexts
+        const CONTEXTS = 1 << 17;
     }
 }
 

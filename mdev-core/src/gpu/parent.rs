@@ -1,7 +1,7 @@
 //! The manager's handle of a GPU.
 
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use foreign_fds::ForeignFd;
@@ -94,10 +94,22 @@ pub trait Gpu: Send + fmt::Debug {
     /// Returns the usage counters of all admitted vGPUs.
     fn usage(&mut self) -> Result<UsageReport, GpuError>;
 
+    /// Returns the contexts of a GPU whose vGPUs have a process each.
+    fn contexts(&mut self) -> Option<&mut dyn Contexts> {
+        None
+    }
+
     /// Returns the physical screen of a GPU with [`GpuCapabilities::SCANOUT`].
     ///
     /// [`GpuCapabilities::SCANOUT`]: super::GpuCapabilities::SCANOUT
     fn physical_screen(&mut self) -> Option<&mut dyn PhysicalScreen> {
         None
     }
+}
+
+/// A GPU of which each vGPU has a context: a process with its memory and its engine.
+pub trait Contexts {
+    /// Admits a vGPU, in place of [`Gpu::admit`]. `link` is a connection to its context: a new one,
+    /// or one of an earlier GPU process, which continues.
+    fn admit(&mut self, spec: &ClientSpec, link: BorrowedFd<'_>) -> Result<(), GpuError>;
 }

@@ -31,6 +31,11 @@ impl Waits {
         waits
     }
 
+    /// Returns the counts of the buckets.
+    pub fn counts(&self) -> [u32; Self::BUCKETS] {
+        std::array::from_fn(|bucket| self.counts.as_flattened()[bucket])
+    }
+
     /// Returns the bucket of a wait of `ns` nanoseconds.
     pub fn bucket(ns: u64) -> usize {
         let ns = ns.clamp(SHORTEST_NS, (SHORTEST_NS << POWERS) - 1);

@@ -91,6 +91,14 @@ impl Meter {
         self.settle(self.at_ns, used_ns, true);
     }
 
+    /// Gives back engine time that was charged and not used.
+    pub fn refund(&mut self, unused_ns: u64) {
+        let unused = i64::try_from(unused_ns).unwrap_or(i64::MAX);
+        let most = self.budget.time_ns.cast_signed().max(self.credit_ns);
+        self.credit_ns = self.credit_ns.saturating_add(unused).min(most);
+        self.open |= self.credit_ns >= self.reopens_at();
+    }
+
     /// Returns true while the group may run.
     pub fn is_open(&self) -> bool {
         self.open

@@ -1,6 +1,5 @@
 //! Test bed: a daemon with a software GPU, vGPUs with guests and loads, and clocks.
 
-use std::fs;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -43,8 +42,6 @@ pub struct Bed {
     pub tenants: Vec<Tenant>,
     /// A connection to the GPU besides the manager's, for its counters.
     gpu: MediatedGpu,
-    /// The engine's thread in `/proc`.
-    engine: String,
     vgpud: Vgpud,
 }
 
@@ -60,7 +57,7 @@ pub struct Window {
     pub work: Vec<f64>,
     /// Length of the window in nanoseconds.
     pub wall: f64,
-    /// Time of the window in which the engine waited for a core.
+    /// Time of the window in which the host ran something else in the guests' turns.
     pub delay: f64,
     /// Time in which each guest had work, in nanoseconds.
     pub busy: Vec<f64>,
@@ -72,7 +69,7 @@ impl Window {
         (self.wall - self.delay).max(1.0)
     }
 
-    /// Returns the percentage of time in which the engine waited for a core.
+    /// Returns the percentage of time in which the host ran something else in the guests' turns.
     pub fn stolen(&self) -> f64 {
         self.delay / self.wall.max(1.0) * 100.0
     }
@@ -109,7 +106,7 @@ pub struct Reading {
     pub engine: Vec<f64>,
     wait: Vec<f64>,
     work: Vec<f64>,
-    /// Time that the engine has waited for a core, in nanoseconds.
+    /// Time in which the host has run something else in the guests' turns, in nanoseconds.
     pub delay: f64,
 }
 
@@ -119,9 +116,9 @@ impl Bed {
         let vgpud = Vgpud::start_with(&["--parent", "soft:soft0,vram=4G"])?;
         let admin = vgpud.run_dir().join("parents").join("soft0");
         // The daemon answers after the parents have started.
-        let pid = vgpud.get("/v1/parents")?[0]["pid"].as_u64().context("The GPU has no process")?;
+        vgpud.get("/v1/parents")?;
         let gpu = MediatedGpu::connect(&admin.join("admin.sock"))?;
-        let mut bed = Self { tenants: Vec::new(), gpu, engine: engine_thread(pid)?, vgpud };
+        let mut bed = Self { tenants: Vec::new(), gpu, vgpud };
         for (share, _) in guests {
             let request =
                 json!({ "mdev_type": "SOFT-256MQ", "attrs": attributes(*share), "run": true });
@@ -223,9 +220,10 @@ impl Bed {
         Ok(Reading {
             at_ns: usage.now_ns,
             engine: self.of(&usage, |usage| usage.engine_ns),
-            wait: self.of(&usage, |usage| usage.wait_ns),
+            // A guest whose turn the host uses has work as well.
+            wait: self.of(&usage, |usage| usage.wait_ns + usage.stolen_ns),
             work: work.collect(),
-            delay: run_delay(&self.engine)?,
+            delay: self.of(&usage, |usage| usage.stolen_ns).iter().sum(),
         })
     }
 
@@ -243,26 +241,4 @@ fn attributes(share: ShareRequest) -> Value {
     let core = share.core.map(|core| json!({ "core": core.to_string() }));
     let mode = share.core.map(|_| json!({ "mode": share.mode.name() }));
     core.into_iter().chain(mode).collect()
-}
-
-/// Finds the engine's thread of a software GPU.
-fn engine_thread(pid: u64) -> Result<String> {
-    let since = Instant::now();
-    // A thread gets its name a moment after its start.
-    while since.elapsed() < Duration::from_secs(5) {
-        for task in fs::read_dir(format!("/proc/{pid}/task"))? {
-            let path = task?.path().display().to_string();
-            if fs::read_to_string(format!("{path}/comm"))?.trim() == "gpu-engine" {
-                return Ok(path);
-            }
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
-    anyhow::bail!("The GPU has no engine")
-}
-
-/// Returns the time that a thread has waited for a core, in nanoseconds.
-fn run_delay(task: &str) -> Result<f64> {
-    let text = fs::read_to_string(format!("{task}/schedstat"))?;
-    Ok(text.split_whitespace().nth(1).context("No run delay")?.parse()?)
 }

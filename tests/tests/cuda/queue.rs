@@ -126,7 +126,7 @@ fn no_access_waits_for_a_request() -> Result<()> {
     let mut program = Program::start(&mut driver);
     program.space(&mut driver);
     let memory = program.alloc(&mut driver, 0x10, 0x20, 0x3e, &memory_params(MIB, 0)).unwrap();
-    let gpu = parent(&vgpud)?;
+    let gpu = context(&vgpud)?;
     // A request that waits for the GPU, which does not answer.
     kill(gpu, Signal::SIGSTOP)?;
     let request = program.mapping_request(memory, 0x1000_0000, MIB);
@@ -226,10 +226,8 @@ fn a_flood_of_requests_of_a_vm_takes_a_bounded_part_of_a_cpu() -> Result<()> {
 }
 
 /// Returns the process of the software GPU.
-fn parent(vgpud: &Vgpud) -> Result<Pid> {
-    let mut parents = std::fs::read_dir(vgpud.run_dir().join("parents"))?;
-    let parent = parents.next().context("no parent")??;
-    let run: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(parent.path().join("run.json"))?)?;
-    Ok(Pid::from_raw(i32::try_from(run["process"]["pid"].as_i64().context("no process")?)?))
+fn context(vgpud: &Vgpud) -> Result<Pid> {
+    let vgpus = vgpud.get("/v1/vgpus")?;
+    let uuid = vgpus[0]["uuid"].as_str().context("no vGPU")?;
+    Ok(Pid::from_raw(vgpud.context(uuid)?.cast_signed()))
 }

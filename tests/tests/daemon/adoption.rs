@@ -57,12 +57,13 @@ fn age(path: &Path) {
 
 fn pass_on(asker: &SeqPacket, process: &SeqPacket) {
     let mut buffer = vec![0; MAX_PACKET];
-    while let Ok(Some(packet)) = asker.recv(&mut buffer) {
+    while let Ok(Some(packet)) = asker.recv_with_fds(&mut buffer) {
+        let passed: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
         let request = match decode(&buffer[..packet.len]).unwrap() {
             AdminRequest::Hello { .. } => AdminRequest::Hello { version: OLDEST },
             other => other,
         };
-        process.send(&encode(&request).unwrap(), &[]).unwrap();
+        process.send(&encode(&request).unwrap(), &passed).unwrap();
         let Ok(Some(packet)) = process.recv_with_fds(&mut buffer) else { return };
         let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
         asker.send(&buffer[..packet.len], &fds).unwrap();

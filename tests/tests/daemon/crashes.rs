@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use nix::sys::signal::Signal;
 use serde_json::json;
-use system_tests::{Vgpud, is_alive, kill_process, wait_for};
+use system_tests::{Vgpud, is_alive, kill_process, load, wait_for};
 
 use crate::lifecycle::{attach, pid, state, transient};
 
@@ -60,28 +60,62 @@ fn a_dead_anchor_is_replaced_and_a_new_vm_can_attach() -> Result<()> {
 }
 
 #[test]
-fn a_dead_software_gpu_is_replaced_and_its_vgpus_can_restart() -> Result<()> {
+fn work_continues_when_a_dead_gpu_process_is_replaced() -> Result<()> {
     replaced_after(Signal::SIGKILL)
 }
 
 #[test]
-fn a_hung_software_gpu_is_replaced() -> Result<()> {
+fn work_continues_when_a_hung_gpu_process_is_replaced() -> Result<()> {
     replaced_after(Signal::SIGSTOP)
 }
 
+/// Two VMs work while their GPU process ends. They continue with their shares, and all that they
+/// compute is right.
 fn replaced_after(signal: Signal) -> Result<()> {
     let vgpud = Vgpud::start()?;
-    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-1Q", "define": true, "run": true }))?;
-    let _vm = attach(&vgpud, &uuid)?;
-    let gpu = pid(&vgpud.get("/v1/parents")?[0])?;
+    let create = |core: &str| {
+        let attrs = json!([{ "core": core }]);
+        vgpud.create(&json!({ "mdev_type": "SOFT-1Q", "run": true, "attrs": attrs }))
+    };
+    let uuids = [create("80")?, create("20")?];
+    let work: Vec<_> =
+        uuids.iter().map(|uuid| load::work(&vgpud, uuid, 20)).collect::<Result<_>>()?;
+    let gpu = vgpud.gpu_process()?;
+    let contexts =
+        || Ok::<_, anyhow::Error>([vgpud.context(&uuids[0])?, vgpud.context(&uuids[1])?]);
+    let before = contexts()?;
+    load::share(&vgpud, &uuids)?;
     kill_process(gpu, signal)?;
-    wait_for("the vGPU has failed", || state(&vgpud, &uuid).is_ok_and(|state| state == "failed"))?;
-    let reason = vgpud.show(&uuid)?["reason"].to_string();
-    assert!(reason.contains("stop it and start it"), "{reason}");
-    wait_for("another software GPU runs", || {
+    wait_for("another GPU process runs", || {
         let parent = vgpud.get("/v1/parents").unwrap_or_default();
         parent[0]["state"] == "ready" && parent[0]["pid"] != gpu
     })?;
+    assert_eq!(contexts()?, before);
+    wait_for("the shares are as before", || {
+        let share = load::share(&vgpud, &uuids).unwrap_or_default();
+        println!("{share:.1} % for 80 %");
+        (share - 80.0).abs() < 3.0
+    })?;
+    for uuid in &uuids {
+        assert_eq!(state(&vgpud, uuid)?, "running");
+    }
+    work.into_iter().try_for_each(load::verified)
+}
+
+#[test]
+fn a_dead_context_costs_its_vgpu_alone() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let create = || vgpud.create(&json!({ "mdev_type": "SOFT-1Q", "define": true, "run": true }));
+    let (uuid, neighbour) = (create()?, create()?);
+    let _vm = attach(&vgpud, &uuid)?;
+    let gpu = pid(&vgpud.get("/v1/parents")?[0])?;
+    kill_process(vgpud.context(&uuid)?, Signal::SIGKILL)?;
+    wait_for("the vGPU has failed", || state(&vgpud, &uuid).is_ok_and(|state| state == "failed"))?;
+    let reason = vgpud.show(&uuid)?["reason"].to_string();
+    assert!(reason.contains("stop it and start it"), "{reason}");
+    assert_eq!(state(&vgpud, &neighbour)?, "running");
+    drop(attach(&vgpud, &neighbour)?);
+    assert_eq!(pid(&vgpud.get("/v1/parents")?[0])?, gpu);
     vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), Some(&json!({ "force": true })))?;
     let vgpu = vgpud.call("POST", &format!("/v1/vgpus/{uuid}/start"), None)?;
     assert_eq!(vgpu["state"], "running");

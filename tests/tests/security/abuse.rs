@@ -51,7 +51,8 @@ pub(super) struct Victim {
     pub(super) socket: PathBuf,
     neighbour: Device,
     pub(super) worker: u32,
-    pub(super) gpu: u32,
+    pub(super) context: u32,
+    gpu: u32,
 }
 
 /// Returns the number of open descriptors of a process.
@@ -90,7 +91,8 @@ impl Victim {
         let workers = [pid(&uuid), pid(&other)];
         let gpu = vgpud.gpu_process().unwrap();
         let socket = vgpud.vfio_socket(&uuid);
-        Self { uuid, socket, neighbour, worker: workers[0], gpu, vgpud }
+        let context = vgpud.context(&uuid).unwrap();
+        Self { uuid, socket, neighbour, worker: workers[0], context, gpu, vgpud }
     }
 
     /// Checks that the neighbour's guest works.
@@ -103,9 +105,8 @@ impl Victim {
     /// Runs an abuse and checks that nothing else is affected.
     pub(super) fn survives(&self, what: &str, abuse: impl FnOnce(&Self)) {
         drop(RawClient::attach(&self.socket));
-        // The GPU process keeps the file of memory that the neighbour has imported.
         self.neighbour_works("before");
-        let count = || [fds(self.worker), fds(self.gpu)];
+        let count = || [self.worker, self.context, self.gpu].map(fds);
         let mut before = count();
         // The server may not have noticed yet that the last client has left.
         wait_for("the descriptors settle", || {
@@ -114,7 +115,10 @@ impl Victim {
         })
         .unwrap();
         abuse(self);
-        assert!(is_alive(self.worker) && is_alive(self.gpu), "{what}: a process has died");
+        assert!(
+            [self.worker, self.context, self.gpu].into_iter().all(is_alive),
+            "{what}: a process has died"
+        );
         self.neighbour_works(what);
         let mut client = RawClient::attach(&self.socket);
         assert_eq!(client.read(CONFIG, 0, 4), [0x34, 0x12, 0x11, 0x11], "{what}");
@@ -381,7 +385,7 @@ fn ten_thousand_clients_do_not_grow_a_worker() {
         // A child process of another test may hold a copy of the socket between fork and exec.
         client.stream.shutdown(Shutdown::Both).unwrap();
     };
-    let pids = [victim.worker, victim.gpu];
+    let pids = [victim.worker, victim.context];
     let measure = |name: &str| pids.map(|pid| status(pid, name));
     victim.survives("ten thousand clients", |_| {
         (0..500).for_each(|_| attach());

@@ -84,10 +84,13 @@ fn each_worker_and_gpu_process_has_a_group_of_its_own() -> Result<()> {
     let request = json!({ "mdev_type": "SOFT-256MQ", "run": true });
     let (first, second) = (vgpud.create(&request)?, vgpud.create(&request)?);
     let name = |uuid: &str| format!("worker-{uuid}");
+    let context = |uuid: &str| format!("context-{uuid}");
     for uuid in [&first, &second] {
         assert_eq!(name_of_group(worker(&vgpud, uuid)?)?, name(uuid));
+        assert_eq!(name_of_group(vgpud.context(uuid)?.into())?, context(uuid));
     }
-    let mut all = vec!["gpu-soft0".to_owned(), "manager".into(), name(&first), name(&second)];
+    let mut all = vec!["gpu-soft0".to_owned(), "manager".into()];
+    all.extend([&first, &second].into_iter().flat_map(|uuid| [name(uuid), context(uuid)]));
     all.sort();
     assert_eq!(delegated.groups()?, all);
     for pid in vgpud.roles() {
@@ -116,7 +119,7 @@ fn each_worker_and_gpu_process_has_a_group_of_its_own() -> Result<()> {
     vgpud.start_again()?;
     assert_eq!(delegated.groups()?, all, "adopted");
     vgpud.call("POST", &format!("/v1/vgpus/{second}/stop"), None)?;
-    all.retain(|group| *group != name(&second));
+    all.retain(|group| !group.ends_with(&second));
     wait_for("the group of a stopped vGPU is removed", || {
         delegated.groups().is_ok_and(|groups| groups == all)
     })?;

@@ -5,6 +5,7 @@ mod access;
 mod cgroups;
 mod descriptors;
 mod doorbells;
+mod held_memory;
 mod lingering;
 mod listeners;
 mod logs;

@@ -159,13 +159,13 @@ fn truncated_memory_does_not_use_up_the_ranges_of_the_gpu_process() {
         let entry = GpEntry::Segment { va: VA_START + PUSHBUFFER, dwords }.encode();
         file.write_all_at(&entry.to_le_bytes(), RING).unwrap();
         let token = channel(&mut tenant, VA_START + RING, USERD);
-        let before = maps(victim.gpu, "");
+        let before = maps(victim.context, "");
         gone.set_len(0).unwrap();
         file.write_all_at(&1_u32.to_le_bytes(), USERD + userd::GP_PUT).unwrap();
         run(&mut tenant, &token);
-        let after = maps(victim.gpu, "");
+        let after = maps(victim.context, "");
         assert!(after < before + PAGES as usize / 10, "{before} ranges, then {after}");
-        assert_eq!(maps(victim.gpu, "memfd:gone"), 0, "the file is still mapped");
+        assert_eq!(maps(victim.context, "memfd:gone"), 0, "the file is still mapped");
     });
 }
 
@@ -179,9 +179,9 @@ fn a_failed_channel_keeps_no_memory_that_was_withdrawn() {
             let (_gone, fd) = named(c"withdrawn", MFdFlags::empty(), MIB).unwrap();
             tenant.client.ok_with(DMA_MAP, &map(ADDRESS, MIB), &[&fd]);
             channel(&mut tenant, VA_START, ADDRESS);
-            assert_eq!(maps(victim.gpu, "withdrawn"), 1, "round {round}: not imported");
+            assert_eq!(maps(victim.context, "withdrawn"), 1, "round {round}: not imported");
             tenant.client.ok(DMA_UNMAP, &bytes![24_u32, 0_u32, ADDRESS, MIB]);
-            assert_eq!(maps(victim.gpu, "withdrawn"), 0, "round {round}: still mapped");
+            assert_eq!(maps(victim.context, "withdrawn"), 0, "round {round}: still mapped");
         }
     });
 }

@@ -19,10 +19,10 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 use nix::unistd::ftruncate;
 use serde_json::{Value, json};
+use system_tests::Vgpud;
 use system_tests::load::Endless;
 use system_tests::ram::Ram;
 use system_tests::vfio_user_guest::VfioUserGuest;
-use system_tests::{Vgpud, wait_for};
 use vgpu_guest::GuestError;
 use vgpu_guest::channel::Channel;
 use vgpu_guest::copy;
@@ -223,25 +223,19 @@ fn time_in_page_faults_of_a_guests_memory_is_its_own() -> Result<()> {
     Ok(())
 }
 
-/// Makes the sleeps long: the kernel frees all pages of a hole while the engine waits.
+/// Makes the sleeps long: the kernel frees all pages of a hole while the guest's engine waits.
 #[test]
-fn guest_whose_memory_holds_the_engine_is_cut_off_alone() -> Result<()> {
+fn guest_whose_memory_holds_its_engine_delays_no_other() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let (neighbour, hostile) = (vgpu(&vgpud, "50")?, vgpu(&vgpud, "50")?);
     let _endless = Endless::start(&vgpud, &neighbour)?;
     let guest = Perforated::start(&vgpud, &hostile)?;
     let _punching = Punching::start(guest.file.try_clone()?, HOLES, HOLES / 2);
-    wait_for("the hostile guest's channel fails", || {
-        guest.channel.query().is_ok_and(|state| state.error != 0)
-    })?;
-    // The last sleep is charged.
-    thread::sleep(Duration::from_millis(300));
-    let before = used(&vgpud, &hostile)?;
-    let running = running(&vgpud, &neighbour)?;
-    let engine = used(&vgpud, &hostile)?.engine - before.engine;
-    println!("{running:.1} %, the hostile guest {engine:.3} s");
-    ensure!(engine < 0.1, "the hostile guest used {engine:.3} s");
-    ensure!(running > 80.0, "{running:.1} %");
+    for _ in 0..5 {
+        let running = running(&vgpud, &neighbour)?;
+        println!("{running:.1} % beside {:?}", guest.channel.query().map(|state| state.error));
+        ensure!(running > 47.5, "{running:.1} % for 50");
+    }
     let path = format!("/v1/vgpus/{hostile}/stop");
     vgpud.call("POST", &path, Some(&json!({ "force": true })))?;
     ensure!(used(&vgpud, &neighbour)?.engine > 0.0, "the GPU was lost");
@@ -255,8 +249,7 @@ fn page_tables_of_a_guest_are_bounded_by_its_memory() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let uuid = vgpu(&vgpud, "50")?;
     let device = attach(&vgpud, &uuid)?;
-    let parents = vgpud.get("/v1/parents")?;
-    let gpu = parents[0]["pid"].as_u64().context("No GPU process")?;
+    let gpu = u64::from(vgpud.context(&uuid)?);
     let before = anonymous_kib(gpu)?;
     // Gigabytes of page tables would take thousands of maps.
     let maps = (0..400).take_while(|_| device.map_vram(PAGE_SIZE, STEP).is_ok()).count();

@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
 
 use mdev_core::memory_file::MemoryFile;
 use mdev_core::sigbus::held::Access;
@@ -18,6 +19,7 @@ use mdev_core::sigbus::{GuardedMapping, Protection};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MmapAdvise, madvise};
+use nix::sys::time::TimeSpec;
 use nix::unistd::ftruncate;
 
 mod write_log;
@@ -266,6 +268,36 @@ impl Mapping {
         let place = self.at_for_write(offset, 4)?;
         let word = place.u32()?;
         Some(word.fetch_or(bits, Ordering::AcqRel))
+    }
+
+    /// Waits until another thread or process wakes the waiters of an aligned 32-bit word
+    /// ([`Self::wake_u32`]), for `timeout` at most. Returns at once if the word is not `value`, and
+    /// may return early.
+    pub fn wait_u32(&self, offset: u64, value: u32, timeout: Duration) -> Option<()> {
+        let place = self.at(offset, 4)?;
+        let word: *const AtomicU32 = place.u32()?;
+        let timeout = TimeSpec::from_duration(timeout);
+        // SAFETY: the word is in this mapping, and the time lives during the call. A shared futex
+        // ends each wait by itself, so that nothing depends on its result.
+        unsafe {
+            libc::syscall(
+                libc::SYS_futex,
+                word,
+                libc::FUTEX_WAIT,
+                value,
+                std::ptr::from_ref(timeout.as_ref()),
+            )
+        };
+        Some(())
+    }
+
+    /// Wakes all that wait for an aligned 32-bit word.
+    pub fn wake_u32(&self, offset: u64) -> Option<()> {
+        let place = self.at(offset, 4)?;
+        let word: *const AtomicU32 = place.u32()?;
+        // SAFETY: the word is in this mapping.
+        unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX) };
+        Some(())
     }
 
     /// Replaces an aligned 32-bit word. Returns the previous value.

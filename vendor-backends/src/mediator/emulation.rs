@@ -30,7 +30,7 @@ mod pushbuffer;
 mod reduction;
 mod remap;
 pub mod run_limit;
-mod runlist;
+pub mod runlist;
 mod semaphore;
 mod token_bucket;
 mod transfer;
@@ -46,6 +46,7 @@ use mdev_core::ids::VgpuId;
 use self::engine::Engine;
 use self::engine::vgpu_list::VgpuList;
 use self::vgpu::{Vgpu, WorkerFds};
+use super::context_process::turns::Turns;
 use super::hardware::Hardware;
 use super::wire::Refusal;
 
@@ -60,8 +61,17 @@ pub struct EmulatedGpu {
 impl EmulatedGpu {
     /// Starts the engine.
     pub fn new(hardware: Arc<dyn Hardware>) -> io::Result<Self> {
+        Self::start(hardware, None)
+    }
+
+    /// Starts the engine of a context, for one vGPU. It runs in turns only.
+    pub fn in_turns(hardware: Arc<dyn Hardware>, turns: Arc<Turns>) -> io::Result<Self> {
+        Self::start(hardware, Some(turns))
+    }
+
+    fn start(hardware: Arc<dyn Hardware>, turns: Option<Arc<Turns>>) -> io::Result<Self> {
         let vgpus = Arc::new(VgpuList::new()?);
-        let engine = Engine::start(Arc::clone(&vgpus), hardware.pace())?;
+        let engine = Engine::start(Arc::clone(&vgpus), hardware.pace(), turns)?;
         Ok(Self { hardware, vgpus, _engine: engine })
     }
 

@@ -1,13 +1,14 @@
 //! The manager's client of a GPU process.
 
 use std::collections::BTreeMap;
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::time::Duration;
 
 use ipc::seqpacket::SeqPacket;
 use mdev_core::gpu::{
-    Admission, ClientSpec, Gpu, GpuCapabilities, GpuDescription, GpuError, PhysicalScreen, Quotas,
-    ScreenStatus, UsageReport, Waits,
+    Admission, ClientSpec, Contexts, Gpu, GpuCapabilities, GpuDescription, GpuError,
+    PhysicalScreen, Quotas, ScreenStatus, UsageReport, Waits,
 };
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::Budget;
@@ -146,9 +147,24 @@ impl Gpu for MediatedGpu {
         Ok(report)
     }
 
+    fn contexts(&mut self) -> Option<&mut dyn Contexts> {
+        let has_contexts = self.description.capabilities.contains(GpuCapabilities::CONTEXTS);
+        has_contexts.then_some(self as &mut dyn Contexts)
+    }
+
     fn physical_screen(&mut self) -> Option<&mut dyn PhysicalScreen> {
         let has_screen = self.description.capabilities.contains(GpuCapabilities::SCANOUT);
         has_screen.then_some(self as &mut dyn PhysicalScreen)
+    }
+}
+
+impl Contexts for MediatedGpu {
+    fn admit(&mut self, spec: &ClientSpec, link: BorrowedFd<'_>) -> Result<(), GpuError> {
+        match self.connection.request(&AdminRequest::AdmitContext(spec.clone()), &[link])?.0 {
+            AdminReply::Done => Ok(()),
+            AdminReply::Refused(refusal) => Err(refusal.into()),
+            _ => Err(self.connection.unexpected_reply()),
+        }
     }
 }
 

@@ -1,33 +1,35 @@
 //! Server in a GPU process: answers the manager and the workers.
 //!
-//! The caller's thread serves the admin socket. Each vGPU has a thread for its worker's connection,
-//! so that a request of one worker does not delay other workers. When a worker's connection closes,
-//! all resources of its vGPU are freed.
+//! The caller's thread serves the admin socket. The vGPUs are in this process or in contexts
+//! (`vgpus`). In this process, each vGPU has a thread for its worker's connection, so that a
+//! request of one worker does not delay other workers. When a worker's connection closes, all
+//! resources of its vGPU are freed.
 
 mod answered;
 mod clients;
 mod packet;
 mod request_budget;
+mod vgpus;
 mod worker_connection;
 
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use foreign_fds::ForeignFd;
 use ipc::seqpacket::{SeqPacket, SeqPacketListener};
-use mdev_core::gpu::{ClientSpec, Quotas};
+use mdev_core::gpu::{GpuCapabilities, Quotas};
 use mdev_core::sched::policy::SHORTEST_SLICE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use self::clients::Clients;
 use self::packet::{Received, receive_admin, send};
-use self::worker_connection::WorkerConnection;
+use self::vgpus::{Here, Vgpus};
+pub use self::worker_connection::WorkerConnection;
+use super::arbiter::Arbiter;
 use super::emulation::EmulatedGpu;
-use super::emulation::vgpu::{MANAGER_WAIT, Vgpu};
 use super::hardware::Hardware;
 use super::wire::{self, AdminReply, AdminRequest, Refusal};
 
@@ -48,18 +50,20 @@ pub fn run(
     grace: Duration,
     admin: &SeqPacketListener,
 ) -> io::Result<()> {
-    let mut server = Server {
-        gpu: Arc::new(EmulatedGpu::new(hardware)?),
-        clients: Clients::default(),
-        admins: Vec::new(),
+    let has_contexts = hardware.describe().capabilities.contains(GpuCapabilities::CONTEXTS);
+    let vgpus = if has_contexts {
+        Vgpus::InContexts(Arbiter::start(Arc::clone(&hardware))?)
+    } else {
+        Vgpus::Here(Here::new(EmulatedGpu::new(Arc::clone(&hardware))?))
     };
+    let mut server = Server { hardware, vgpus, admins: Vec::new() };
     let mut unused_since = None;
     loop {
         server.serve(admin)?;
-        let unused = server.admins.is_empty() && server.clients.are_none();
+        let unused = server.admins.is_empty() && server.vgpus.are_none();
         unused_since = unused.then(|| unused_since.unwrap_or_else(Instant::now));
         if unused_since.is_some_and(|since: Instant| since.elapsed() >= grace) {
-            let name = &server.gpu.describe().parent;
+            let name = &server.hardware.describe().parent;
             log::info!("{name}: no manager and no vGPU: the GPU process ends");
             return Ok(());
         }
@@ -67,9 +71,8 @@ pub fn run(
 }
 
 struct Server {
-    gpu: Arc<EmulatedGpu>,
-    /// Connections of workers.
-    clients: Clients,
+    hardware: Arc<dyn Hardware>,
+    vgpus: Vgpus,
     admins: Vec<SeqPacket>,
 }
 
@@ -111,120 +114,80 @@ impl Server {
 
     /// Answers one request. Returns false at the end of the connection.
     fn answer(&self, socket: &SeqPacket) -> bool {
-        let request = match receive_admin(socket) {
-            Received::Request(request, _) => request,
+        let (request, fds) = match receive_admin(socket) {
+            Received::Request(request, fds) => (request, fds),
             Received::Nothing => return true,
             Received::Refused(refusal) => return reply(socket, &AdminReply::Refused(refusal), &[]),
             Received::End => return false,
         };
         if let AdminRequest::Hello { version } = request {
-            let (version, gpu) = (wire::agreed(version), self.gpu.describe().clone());
+            let (version, gpu) = (wire::agreed(version), self.hardware.describe().clone());
             return reply(socket, &AdminReply::Hello { version, gpu }, &[]);
         }
-        match self.handle(request) {
+        match self.handle(request, fds) {
             Ok((answer, fd)) => reply(socket, &answer, fd.as_ref().map(AsFd::as_fd).as_slice()),
             Err(refusal) => reply(socket, &AdminReply::Refused(refusal), &[]),
         }
     }
 
-    fn handle(&self, request: AdminRequest) -> Result<(AdminReply, Option<OwnedFd>), Refusal> {
+    fn handle(
+        &self,
+        request: AdminRequest,
+        fds: Vec<ForeignFd>,
+    ) -> Result<(AdminReply, Option<OwnedFd>), Refusal> {
         match request {
             AdminRequest::Hello { .. } => return Err(Refusal::Message),
             AdminRequest::Admit(spec) => {
-                return Ok((AdminReply::Admitted, Some(self.admit(&spec)?)));
+                return Ok((AdminReply::Admitted, Some(self.vgpus.admit(&spec)?)));
             }
-            AdminRequest::Evict(id) => {
-                self.evict(&self.gpu.find(id)?);
-                self.clients.hang_up(id);
+            AdminRequest::AdmitContext(spec) => {
+                let link = fds.into_iter().next().ok_or(Refusal::Descriptor)?;
+                // The manager has made the connection.
+                self.vgpus.admit_context(&spec, link.into_trusted())?;
             }
-            AdminRequest::Forget(id) => self.gpu.hardware().forget(id),
+            AdminRequest::Evict(id) => self.vgpus.evict(id)?,
+            AdminRequest::Forget(id) => self.hardware.forget(id),
             AdminRequest::SetTimeslice(id, slice) => {
                 if !SLICES.contains(&slice) {
                     return Err(Refusal::Timeslice);
                 }
-                self.gpu.find(id)?.set_timeslice(slice);
+                self.vgpus.set_timeslice(id, slice)?;
             }
             AdminRequest::SetBudget(id, budget) => {
                 if budget.is_some_and(|budget| !budget.is_valid()) {
                     return Err(Refusal::Budget);
                 }
-                self.gpu.find(id)?.set_budget(budget);
+                self.vgpus.set_budget(id, budget)?;
             }
             AdminRequest::SetQuotas(id, quotas) => {
                 let times = [quotas.hang_timeout, quotas.acquire_timeout];
                 if !times.iter().flatten().all(|time| QUOTA_TIMEOUTS.contains(time)) {
                     return Err(Refusal::Quotas);
                 }
-                self.gpu.find(id)?.set_quotas(&quotas)?;
+                self.vgpus.set_quotas(id, &quotas)?;
             }
-            AdminRequest::SetGate(id, open) => self.gpu.find(id)?.set_gate(open),
-            AdminRequest::Reset(id) => self.gpu.find(id)?.reset_channels()?,
+            AdminRequest::SetGate(id, is_open) => self.vgpus.set_gate(id, is_open)?,
+            AdminRequest::Reset(id) => self.vgpus.reset(id)?,
             AdminRequest::Usage => {
-                return Ok((AdminReply::Usage(self.gpu.usage().into()), None));
+                return Ok((AdminReply::Usage(self.vgpus.usage().into()), None));
             }
             AdminRequest::Waits(ids) => {
                 if ids.len() > wire::MAX_WAITS {
                     return Err(Refusal::Message);
                 }
-                let waits =
-                    ids.iter().filter_map(|id| Some((*id, self.gpu.find(*id).ok()?.waits())));
+                let waits = ids.iter().filter_map(|id| Some((*id, self.vgpus.waits(*id).ok()?)));
                 return Ok((AdminReply::Waits(waits.collect()), None));
             }
             AdminRequest::Focus(id) => {
-                let took = self.gpu.hardware().focus(id)?;
+                let took = self.hardware.focus(id)?;
                 return Ok((AdminReply::Focused(took), None));
             }
-            AdminRequest::Rotate(every) => self.gpu.hardware().rotate(every)?,
+            AdminRequest::Rotate(every) => self.hardware.rotate(every)?,
             AdminRequest::Screen => {
-                return Ok((AdminReply::Screen(self.gpu.hardware().screen()?), None));
+                return Ok((AdminReply::Screen(self.hardware.screen()?), None));
             }
         }
         Ok((AdminReply::Done, None))
-    }
-
-    /// Evicts a vGPU. Does not wait long if the engine sleeps in the guest's memory: the eviction
-    /// ends when the engine wakes up, and until then the vGPU counts as admitted.
-    fn evict(&self, vgpu: &Arc<Vgpu>) {
-        let (done, evicted) = mpsc::channel();
-        let (gpu, again) = (Arc::clone(&self.gpu), Arc::clone(vgpu));
-        let evict = move || {
-            gpu.evict(&again);
-            let _ = done.send(());
-        };
-        let name = "gpu-evict".into();
-        if thread::Builder::new().name(name).stack_size(256 << 10).spawn(evict).is_err() {
-            self.gpu.evict(vgpu);
-        } else if evicted.recv_timeout(MANAGER_WAIT) == Err(RecvTimeoutError::Timeout) {
-            log::warn!("vGPU {}: the GPU still uses its memory: eviction delayed", vgpu.id());
-        }
-    }
-
-    /// Admits a vGPU and starts the thread that serves its worker.
-    fn admit(&self, spec: &ClientSpec) -> Result<OwnedFd, Refusal> {
-        // The thread of a worker that has just died may not have noticed yet.
-        if self.clients.has_hung_up(spec.vgpu)
-            && let Ok(vgpu) = self.gpu.find(spec.vgpu)
-        {
-            self.evict(&vgpu);
-        }
-        let (vgpu, fds) = self.gpu.admit(spec)?;
-        let started = SeqPacket::pair().and_then(|(ours, theirs)| {
-            let connection = WorkerConnection {
-                gpu: Arc::clone(&self.gpu),
-                vgpu: Arc::clone(&vgpu),
-                fds,
-                _entry: self.clients.add(&vgpu, &ours)?,
-                socket: ours,
-            };
-            let name = "gpu-client".into();
-            let builder = thread::Builder::new().name(name).stack_size(256 << 10);
-            builder.spawn(move || connection.serve())?;
-            Ok(theirs.into())
-        });
-        started.map_err(|error| {
-            self.gpu.evict(&vgpu);
-            Refusal::from(error)
-        })
     }
 }
 

@@ -1,4 +1,4 @@
-//! The backend `soft`: `--parent soft:NAME[,vram=SIZE]`.
+//! The backend `soft`: `--parent soft:NAME[,vram=SIZE][,contexts=yes|no]`.
 
 use std::sync::Arc;
 
@@ -26,6 +26,7 @@ pub struct SoftBackend;
 struct SoftParent {
     name: String,
     vram_bytes: u64,
+    has_contexts: bool,
 }
 
 impl Backend for SoftBackend {
@@ -51,16 +52,21 @@ impl Backend for SoftBackend {
                 "{name:?} is no name for a parent: use up to 32 letters, digits, and - _ . :"
             ));
         }
-        let mut vram_bytes = DEFAULT_VRAM;
+        let (mut vram_bytes, mut has_contexts) = (DEFAULT_VRAM, true);
         for option in options {
             match option.split_once('=') {
                 Some(("vram", size)) => vram_bytes = parse_vram(size)?,
+                Some(("contexts", "yes")) => has_contexts = true,
+                Some(("contexts", "no")) => has_contexts = false,
                 _ => {
-                    return Err(format!("{option:?} is no option of a parent; there is vram=SIZE"));
+                    return Err(format!(
+                        "{option:?} is no option of a parent; there are vram=SIZE and \
+                         contexts=yes|no"
+                    ));
                 }
             }
         }
-        Ok(Arc::new(SoftParent { name: name.to_owned(), vram_bytes }))
+        Ok(Arc::new(SoftParent { name: name.to_owned(), vram_bytes, has_contexts }))
     }
 }
 
@@ -74,7 +80,8 @@ impl Parent for SoftParent {
     }
 
     fn argument(&self) -> String {
-        format!("soft:{},vram={}M", self.name, self.vram_bytes / MIB)
+        let contexts = if self.has_contexts { "yes" } else { "no" };
+        format!("soft:{},vram={}M,contexts={contexts}", self.name, self.vram_bytes / MIB)
     }
 
     fn opener(&self) -> Opener<'_> {
@@ -88,7 +95,8 @@ impl OpenHardware for SoftParent {
     }
 
     fn open(&self) -> Result<Arc<dyn Hardware>, BoxError> {
-        Ok(Arc::new(SoftGpu::new(&self.name, self.vram_bytes)))
+        let gpu = SoftGpu::new(&self.name, self.vram_bytes);
+        Ok(Arc::new(if self.has_contexts { gpu.with_contexts() } else { gpu }))
     }
 }
 
@@ -117,6 +125,6 @@ mod tests {
         assert_eq!((default.name(), vram(&*default)), ("soft0", 8 * GIB));
         let small = parent("a", &["vram=512M"]);
         assert_eq!((small.name(), vram(&*small)), ("a", 512 * MIB));
-        assert_eq!(small.argument(), "soft:a,vram=512M");
+        assert_eq!(small.argument(), "soft:a,vram=512M,contexts=yes");
     }
 }

@@ -90,6 +90,9 @@ pub struct Vgpu {
     pub socket: Option<String>,
     /// Process ID of the worker, while the vGPU runs.
     pub pid: Option<u32>,
+    /// Process ID of the context, which has the vGPU's memory and engine, on a GPU with contexts.
+    #[serde(default)]
+    pub context_pid: Option<u32>,
     /// Attached VM.
     pub vm: Option<AttachedClient>,
     /// Name of the attached VM, if its command line has one.

@@ -120,7 +120,7 @@ mod tests {
     fn a_gpu_process_gets_an_argument_that_makes_the_same_parent() {
         let user = Account { uid: 7, gid: 8 };
         let (args, starts_as) = "soft:a".parse::<ParentConfig>().unwrap().gpu_process(user);
-        assert_eq!(args[..3], ["gpu-process", "--parent", "soft:a,vram=8192M"]);
+        assert_eq!(args[..3], ["gpu-process", "--parent", "soft:a,vram=8192M,contexts=yes"]);
         assert_eq!(starts_as, user);
         let again: ParentConfig = args[2].parse().unwrap();
         assert_eq!((again.name.as_str(), again.vram_bytes()), ("a", 8 << 30));

@@ -11,7 +11,7 @@
 //!   a worker; [`guest_pieces`]: guest memory in them
 //! * [`staged_memory`]: video memory that is saved and restored through staging memory
 //! * [`backend`]: GPU backends of this build
-//! * [`gpu_process`]: GPU process of a parent
+//! * [`gpu_process`]: GPU process of a parent; [`context_process`]: memory and engine of a vGPU
 //! * [`spawn`]: start of processes and threads; signals to a process, and its end
 //! * [`systemd`]: socket activation and notifications
 //! * [`logger`], [`log_limiter`]: log lines, and their rate limit; [`vgpu_names`]: names of vGPUs
@@ -23,6 +23,7 @@ pub mod backend;
 pub mod blocking;
 pub mod callouts;
 pub mod console;
+pub mod context_process;
 pub mod foreign_stream;
 pub mod gpu_process;
 pub mod guest_pieces;

@@ -12,7 +12,7 @@ use mdev_core::definition::Owner;
 use mdev_core::untrusted::one_line;
 use vgpud::backend::ParentConfig;
 use vgpud::web_console::request_guard::Address;
-use vgpud::{anchor, gpu_process, manager, run, spawn, worker};
+use vgpud::{anchor, context_process, gpu_process, manager, run, spawn, worker};
 use vgpud_host::command_line;
 use vgpud_host::text::with_causes;
 use vgpud_host::users::{Account, Users};
@@ -50,6 +50,9 @@ enum Role {
     /// Own the hardware of one parent (started by the manager)
     #[command(hide = true)]
     GpuProcess(GpuProcessArgs),
+    /// Hold the memory and the engine of one vGPU (started by the manager)
+    #[command(hide = true)]
+    GpuContext(ContextArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -64,9 +67,9 @@ struct RunArgs {
     /// <config-dir>/scripts.d
     #[arg(long, value_name = "DIR", default_value = "/usr/lib/vgpud/scripts.d")]
     scripts_dir: PathBuf,
-    /// A GPU to share: soft:NAME[,vram=SIZE], nvidia:ADDRESS, nvidia for all of NVIDIA's, or
-    /// vfio:ADDRESS[,window=SIZE][,iommufd=yes|no] for a device bound to vfio-pci; may be given
-    /// more than once
+    /// A GPU to share: soft:NAME[,vram=SIZE][,contexts=yes|no], nvidia:ADDRESS, nvidia for all of
+    /// NVIDIA's, or vfio:ADDRESS[,window=SIZE][,iommufd=yes|no] for a device bound to vfio-pci; may
+    /// be given more than once
     #[arg(long = "parent", value_name = "PARENT", default_value = "soft:soft0")]
     parents: Vec<ParentConfig>,
     /// Group whose members may read, besides root [default: vgpu, if it exists]
@@ -128,6 +131,18 @@ struct GpuProcessArgs {
     startup_error_fd: RawFd,
 }
 
+#[derive(Debug, clap::Args)]
+struct ContextArgs {
+    #[arg(long)]
+    parent: ParentConfig,
+    #[arg(long)]
+    spec_fd: RawFd,
+    #[arg(long)]
+    worker_fd: RawFd,
+    #[arg(long)]
+    arbiters_fd: RawFd,
+}
+
 fn main() -> ExitCode {
     let cli = match command_line::parse::<Cli>(std::env::args_os()) {
         Ok(cli) => cli,
@@ -136,7 +151,7 @@ fn main() -> ExitCode {
     // Clients of a worker and of a GPU process can cause their messages.
     vgpud::logger::init(matches!(
         cli.role,
-        Role::Worker(_) | Role::Anchor(_) | Role::GpuProcess(_)
+        Role::Worker(_) | Role::Anchor(_) | Role::GpuProcess(_) | Role::GpuContext(_)
     ));
     let done = match cli.role {
         Role::Run(args) => run_manager(*args),
@@ -154,6 +169,7 @@ fn main() -> ExitCode {
             anchor::run(&args.into())
         }
         Role::GpuProcess(args) => gpu_process(args),
+        Role::GpuContext(args) => gpu_context(args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -217,4 +233,14 @@ fn gpu_process(args: GpuProcessArgs) -> anyhow::Result<()> {
     let startup_error = spawn::inherited(startup_error_fd).context("Bad --startup-error-fd")?;
     let user = Account { uid, gid };
     gpu_process::run(gpu_process::GpuProcessArgs { parent, user, admin, startup_error })
+}
+
+fn gpu_context(args: ContextArgs) -> anyhow::Result<()> {
+    let ContextArgs { parent, spec_fd, worker_fd, arbiters_fd } = args;
+    spawn::name_process("gpu-context");
+    let spec = spawn::inherited(spec_fd).context("Bad --spec-fd")?;
+    let worker = spawn::inherited(worker_fd).context("Bad --worker-fd")?;
+    let arbiters =
+        spawn::inherited(arbiters_fd).and_then(spawn::listening).context("Bad --arbiters-fd")?;
+    context_process::run(context_process::ContextArgs { parent, spec, worker, arbiters })
 }

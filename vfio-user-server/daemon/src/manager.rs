@@ -146,6 +146,12 @@ impl Manager {
                     parent.worker_exited(&self.env, vgpu, generation);
                 }
             }
+            Watched::Context(vgpu, generation) => {
+                self.env.cgroups.remove(Member::Context(vgpu));
+                if let Some(parent) = self.parents.of_vgpu_mut(vgpu) {
+                    parent.context_exited(vgpu, generation);
+                }
+            }
             Watched::Gpu(parent, generation) => {
                 self.env.cgroups.remove(Member::Gpu(&parent));
                 if let Ok(parent) = self.parents.get_mut(&parent) {
@@ -172,12 +178,19 @@ impl Manager {
         for vgpu in self.parents.vgpus() {
             vgpu.terminate();
         }
-        let workers: Vec<_> = self.parents.iter_mut().flat_map(Parent::take_workers).collect();
-        let (vgpus, processes): (Vec<_>, Vec<_>) = workers.into_iter().unzip();
-        let processes: Vec<_> = processes.into_iter().flatten().collect();
-        end_all(&processes, EXIT_TIMEOUT);
+        let vgpus: Vec<_> = self.parents.iter_mut().flat_map(Parent::take_vgpus).collect();
+        let (mut ids, mut workers, mut contexts) = (Vec::new(), Vec::new(), Vec::new());
         for vgpu in vgpus {
-            run_dir::remove(&self.env.run_dir.vgpu(vgpu));
+            ids.push(vgpu.id);
+            let (worker, context) = vgpu.into_processes();
+            workers.extend(worker);
+            contexts.extend(context);
+        }
+        end_all(&workers, EXIT_TIMEOUT);
+        // A context ends with its worker.
+        end_all(&contexts, GPU_EXIT_TIMEOUT);
+        for id in ids {
+            run_dir::remove(&self.env.run_dir.vgpu(id));
         }
         let processes: Vec<_> = self.parents.iter_mut().filter_map(Parent::close).collect();
         end_all(&processes, GPU_EXIT_TIMEOUT);

@@ -33,6 +33,7 @@ use std::thread::{self, JoinHandle};
 use self::engine_loop::EngineLoop;
 use self::vgpu_list::VgpuList;
 use self::watchdog::Watchdog;
+use crate::mediator::context_process::turns::Turns;
 use crate::mediator::hardware::Pace;
 
 /// Handle of the running engine thread. Dropping it ends the thread.
@@ -43,9 +44,10 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Starts the thread.
-    pub fn start(vgpus: Arc<VgpuList>, pace: Pace) -> io::Result<Self> {
+    /// Starts the thread. With `turns` it runs work in these only.
+    pub fn start(vgpus: Arc<VgpuList>, pace: Pace, turns: Option<Arc<Turns>>) -> io::Result<Self> {
         let mut engine = EngineLoop::new(Arc::clone(&vgpus), pace);
+        engine.turns = turns;
         let thread = thread::Builder::new().name("gpu-engine".into()).spawn(move || {
             // The process must not survive its engine: guests would hang instead of losing the
             // device.

@@ -258,7 +258,7 @@ proptest! {
         let interrupts = Interrupts::new(status, EventFd::new().unwrap().into()).unwrap();
         let (waiting, gate_open) = (AtomicU32::new(0), AtomicBool::new(true));
         let started = now_ns();
-        let limit = RunLimit { end_ns: started + 300_000, waiting_requests: &waiting, gate_open: &gate_open };
+        let limit = RunLimit { end_ns: started + 300_000, waiting_requests: &waiting, gate_open: &gate_open, turn: None };
         let gpu = SoftGpu::new("soft0", BYTES);
         let vgpu = VgpuId::random();
         let cx = Context {

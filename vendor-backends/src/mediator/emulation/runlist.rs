@@ -132,10 +132,37 @@ impl Runlist {
         }
     }
 
+    /// Returns whether a group had work and a budget at the last [`Self::pick`].
+    pub fn may_run(&self, index: usize) -> bool {
+        self.entries[index].budget_left_ns.is_some()
+    }
+
     /// Returns when the first group that only its budget keeps from running may run again.
     pub fn next_ns(&self) -> Option<u64> {
         let capped = self.entries.iter().filter(|entry| entry.capped());
         capped.filter_map(|entry| Some(entry.meter?.opens_at_ns())).min()
+    }
+
+    /// Charges a group for time on the engine in which it was the only one. It begins new slices
+    /// instead of owing time.
+    pub fn charge_alone(&mut self, index: usize, used_ns: u64) {
+        let entry = &mut self.entries[index];
+        let slice = entry.slice();
+        let used = i64::try_from(used_ns).unwrap_or(i64::MAX);
+        let left = entry.credit_ns.min(slice).saturating_sub(used);
+        // What is left of the last slice, from 1 to all of it.
+        entry.credit_ns = if left > 0 { left } else { slice - left.saturating_neg() % slice };
+        self.current = index;
+    }
+
+    /// Gives back time that a group was charged for and has not used.
+    pub fn refund(&mut self, index: usize, unused_ns: u64) {
+        let unused = i64::try_from(unused_ns).unwrap_or(i64::MAX);
+        let entry = &mut self.entries[index];
+        entry.credit_ns = entry.credit_ns.saturating_add(unused);
+        if let Some(meter) = &mut entry.meter {
+            meter.refund(unused_ns);
+        }
     }
 
     /// Charges a group for time on the engine.

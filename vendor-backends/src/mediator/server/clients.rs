@@ -12,7 +12,7 @@ use nix::sys::socket::{Shutdown, shutdown};
 use crate::mediator::emulation::vgpu::Vgpu;
 
 /// Connections of workers.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Clients(Arc<Mutex<Vec<(VgpuId, OwnedFd)>>>);
 
 impl Clients {
@@ -50,6 +50,7 @@ impl Clients {
 }
 
 /// Entry in [`Clients`], removed when dropped.
+#[derive(Debug)]
 pub(super) struct ClientEntry {
     clients: Clients,
     socket: RawFd,

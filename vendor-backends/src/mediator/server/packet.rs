@@ -31,10 +31,10 @@ pub(super) enum Received<T> {
     End,
 }
 
-/// Receives a request of the manager, which has no descriptors. Does not wait.
+/// Receives a request of the manager. Does not wait.
 pub(super) fn receive_admin<T: DeserializeOwned>(socket: &SeqPacket) -> Received<T> {
     let mut buffer = vec![0; MAX_PACKET];
-    received(socket.try_recv(&mut buffer), &buffer)
+    received(socket.try_recv_with_fds(&mut buffer), &buffer)
 }
 
 /// Waits for a request of a worker.

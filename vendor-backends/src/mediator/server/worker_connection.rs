@@ -13,6 +13,7 @@ use super::answered::{Answered, Repeat, digest};
 use super::clients::ClientEntry;
 use super::packet::{Received, receive, send};
 use super::request_budget::RequestBudget;
+use crate::mediator::context_process::turns::Turns;
 use crate::mediator::emulation::EmulatedGpu;
 use crate::mediator::emulation::clock::{now_ns, thread_ns};
 use crate::mediator::emulation::vgpu::{Vgpu, WorkerFds};
@@ -20,15 +21,41 @@ use crate::mediator::saved_state;
 use crate::mediator::wire::{self, ClientReply, ClientRequest, Numbered, Refusal, WithoutWaits};
 
 /// A worker's connection.
-pub(super) struct WorkerConnection {
-    pub gpu: Arc<EmulatedGpu>,
-    pub vgpu: Arc<Vgpu>,
-    pub socket: SeqPacket,
-    pub fds: WorkerFds,
-    pub _entry: ClientEntry,
+#[derive(Debug)]
+pub struct WorkerConnection {
+    gpu: Arc<EmulatedGpu>,
+    vgpu: Arc<Vgpu>,
+    socket: SeqPacket,
+    fds: WorkerFds,
+    /// Entry in the list of a GPU process.
+    _entry: Option<ClientEntry>,
+    /// Turns of a context, to which it passes its counters.
+    turns: Option<Arc<Turns>>,
 }
 
 impl WorkerConnection {
+    /// Serves a vGPU of a GPU process.
+    pub(super) fn new(
+        gpu: Arc<EmulatedGpu>,
+        vgpu: Arc<Vgpu>,
+        fds: WorkerFds,
+        socket: SeqPacket,
+        entry: ClientEntry,
+    ) -> Self {
+        Self { gpu, vgpu, socket, fds, _entry: Some(entry), turns: None }
+    }
+
+    /// Serves the vGPU of a context.
+    pub fn of_context(
+        gpu: Arc<EmulatedGpu>,
+        vgpu: Arc<Vgpu>,
+        fds: WorkerFds,
+        socket: SeqPacket,
+        turns: Arc<Turns>,
+    ) -> Self {
+        Self { gpu, vgpu, socket, fds, _entry: None, turns: Some(turns) }
+    }
+
     /// Serves until the connection ends, then evicts the vGPU.
     pub fn serve(mut self) {
         // None before the first hello.
@@ -79,6 +106,9 @@ impl WorkerConnection {
             Repeat::Known(reply) => self.repeat(*reply, &body),
             Repeat::Unknown => Refusal::Message.into(),
         };
+        if let Some(turns) = &self.turns {
+            turns.count(&self.vgpu.usage());
+        }
         self.send(number, &answer)
     }
 

@@ -52,6 +52,16 @@ fn bytes_of_version_1() {
         (AdminRequest::Screen, "0b"),
         (AdminRequest::Forget(vgpu), "0c 1000000000000000000000000001020304"),
         (AdminRequest::Waits(vec![vgpu]), "0d 01 1000000000000000000000000001020304"),
+        (
+            AdminRequest::AdmitContext(ClientSpec {
+                vgpu,
+                vram_bytes: 1 << 30,
+                framebuffer_bytes: 0,
+                max_channels: 8,
+                max_import_bytes: 1 << 20,
+            }),
+            "0e 1000000000000000000000000001020304 8080808004 00 08 808040",
+        ),
     ]);
     for (message, bytes) in admin {
         assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");

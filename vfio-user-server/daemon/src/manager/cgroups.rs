@@ -29,11 +29,17 @@ const WORKER_MEMORY: u64 = 512 * MIB;
 /// Limit of threads of a GPU process: one for each worker, and one for each eviction.
 const GPU_THREADS: u64 = 4096;
 
+/// Limit of threads of a context: its engine, its worker, its GPU process, interrupts, and those
+/// that close descriptors.
+const CONTEXT_THREADS: u64 = 64;
+
 /// Process that has a group of its own.
 #[derive(Clone, Copy, Debug)]
 pub enum Member<'a> {
     /// Worker of a vGPU.
     Worker(VgpuId),
+    /// Context of a vGPU.
+    Context(VgpuId),
     /// GPU process of a parent.
     Gpu(&'a str),
 }
@@ -42,6 +48,7 @@ impl fmt::Display for Member<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Worker(vgpu) => write!(f, "worker-{vgpu}"),
+            Self::Context(vgpu) => write!(f, "context-{vgpu}"),
             Self::Gpu(parent) => write!(f, "gpu-{parent}"),
         }
     }
@@ -60,6 +67,9 @@ pub struct Limits {
 impl Limits {
     /// Limits of a GPU process. It touches the memory of all guests, so its memory has no limit.
     pub const GPU_PROCESS: Self = Self { threads: GPU_THREADS, memory: None };
+
+    /// Limits of a context. It touches its guest's memory, whose size the guest's process limits.
+    pub const CONTEXT: Self = Self { threads: CONTEXT_THREADS, memory: None };
 
     /// Returns the limits of a worker. It may be the first to touch the partition of video memory,
     /// on behalf of a guest that does not map it. Without a GPU process, `pins` is set: the driver
@@ -157,7 +167,7 @@ impl Cgroups {
         for entry in entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
             let name = entry.file_name();
             let name = name.to_string_lossy();
-            if name.starts_with("worker-") || name.starts_with("gpu-") {
+            if ["worker-", "context-", "gpu-"].iter().any(|prefix| name.starts_with(prefix)) {
                 remove(&entry.path());
             }
         }

@@ -14,7 +14,7 @@ pub struct Environment {
     pub run_dir: RunDir,
     /// Descriptors for the start of workers.
     pub reserve: Reserve,
-    /// Watcher of worker and GPU processes.
+    /// Watcher of workers, contexts and GPU processes.
     pub watcher: Watcher,
     /// User that GPU processes run as, if the manager is root.
     pub worker_user: Account,

@@ -109,6 +109,11 @@ impl Parent {
         self.description.as_ref().map_or(GpuCapabilities::empty(), |gpu| gpu.capabilities)
     }
 
+    /// Returns whether each vGPU of the GPU has a context.
+    fn has_contexts(&self) -> bool {
+        self.capabilities().contains(GpuCapabilities::CONTEXTS)
+    }
+
     /// Returns the GPU's own hang limit.
     fn hang_timeout(&self) -> Option<Duration> {
         self.description.as_ref().and_then(|gpu| gpu.hang_timeout)

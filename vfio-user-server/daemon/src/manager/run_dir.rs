@@ -5,7 +5,7 @@
 //! control.sock              the control API
 //! parents/<name>/           admin.sock, run.json
 //! vgpus/<uuid>/             vfio.sock (for QEMU), cuda.sock (for programs), control.sock,
-//!                           upgrade.sock, run.json
+//!                           upgrade.sock, context.sock, run.json
 //! vgpus/<uuid>/clients/     links to vfio.sock and cuda.sock, for a container
 //! ```
 //!
@@ -132,6 +132,11 @@ impl RunDir {
     /// and nothing else.
     pub fn clients(&self, vgpu: VgpuId) -> PathBuf {
         self.vgpu(vgpu).join("clients")
+    }
+
+    /// Returns the path of the socket on which a vGPU's context takes GPU processes.
+    pub fn context_socket(&self, vgpu: VgpuId) -> PathBuf {
+        self.vgpu(vgpu).join("context.sock")
     }
 
     /// Returns the path of a worker's control socket.

@@ -1,5 +1,6 @@
 //! A started vGPU: its definition, its state and its worker.
 //!
+//! * [`context`]: the process with its memory and its engine
 //! * [`lifecycle`]: states, and the events that change them
 //! * [`worker`]: the worker's process
 
@@ -32,9 +33,11 @@ use vgpud_api::AttachedClient;
 use vgpud_api::{ErrorCode, ErrorDetail};
 use vgpud_host::users::Account;
 
+pub mod context;
 pub mod lifecycle;
 pub mod worker;
 
+use context::Context;
 use lifecycle::{Event, Lifecycle, State};
 use worker::Worker;
 
@@ -67,6 +70,9 @@ const MAX_DEATHS: u32 = 8;
 pub struct Record {
     /// Worker.
     pub process: ProcessRecord,
+    /// Context, on a GPU that has contexts.
+    #[serde(default)]
+    pub context: Option<ProcessRecord>,
     /// Name of the parent.
     pub parent: String,
     /// Definition in force, live changes included.
@@ -129,6 +135,8 @@ pub struct Vgpu {
     owner: Account,
     lifecycle: Lifecycle<Worker>,
     backoff: Backoff,
+    /// Context, on a GPU that has contexts.
+    pub context: Option<Context>,
     /// Requests that wait until the vGPU is removed.
     stop_waiters: Vec<StopWaiter>,
 }
@@ -159,6 +167,7 @@ impl Vgpu {
             owner,
             lifecycle: Lifecycle::starting(),
             backoff: Backoff::default(),
+            context: None,
             stop_waiters: Vec::new(),
         })
     }
@@ -226,6 +235,7 @@ impl Vgpu {
         let Some(worker) = self.state().worker() else { return Ok(()) };
         let record = Record {
             process: worker.process.record()?,
+            context: self.context.as_ref().map(|it| it.process.record()).transpose()?,
             parent: self.parent.clone(),
             definition: self.definition.clone(),
         };
@@ -260,7 +270,12 @@ impl Vgpu {
 
     /// Creates the sockets and starts the worker. The sockets listen before the worker runs, so a
     /// VM can attach as soon as this returns.
-    pub fn launch(&mut self, env: &Environment, admission: &Admission) -> io::Result<()> {
+    pub fn launch(
+        &mut self,
+        env: &Environment,
+        admission: &Admission,
+        user: Account,
+    ) -> io::Result<()> {
         let gpu = admission.fd.as_ref().map(AsFd::as_fd);
         vgpu_names::set(self.id, self.name());
         let spec = self.worker_spec(admission);
@@ -270,7 +285,8 @@ impl Vgpu {
             Some(name) => format!("{} {name}", self.id),
             None => self.id.to_string(),
         };
-        let process = worker::spawn(&label, &spec, &sockets, gpu, &env.worker_users)?;
+        let process =
+            worker::spawn(&label, &spec, &sockets, gpu, (user, env.worker_users.are_separate()))?;
         let (name, pid) = (&self.profile.name, process.pid());
         log::info!("vGPU {} of type {name} runs in process {pid}", self.id);
         let mut worker = self.watched(env, process);
@@ -451,9 +467,10 @@ impl Vgpu {
         self.stop_waiters
     }
 
-    /// Takes the worker's process out.
-    pub fn into_process(self) -> Option<Process> {
-        self.lifecycle.into_worker().map(|worker| worker.process)
+    /// Takes the processes of the worker and the context out.
+    pub fn into_processes(self) -> (Option<Process>, Option<Process>) {
+        let worker = self.lifecycle.into_worker().map(|worker| worker.process);
+        (worker, self.context.map(|context| context.process))
     }
 }
 

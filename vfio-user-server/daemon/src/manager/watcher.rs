@@ -20,6 +20,8 @@ pub type Generation = u64;
 pub enum Watched {
     /// Worker of a vGPU.
     Worker(VgpuId, Generation),
+    /// Context of a vGPU.
+    Context(VgpuId, Generation),
     /// GPU process of a parent.
     Gpu(String, Generation),
 }

@@ -37,7 +37,12 @@ fn run(kernel: DriverKernel, params: &[u64], grid: [u32; 3]) -> Result<Vec<u8>, 
     let status = SharedMemory::new(c"status", 4096).unwrap().mapping;
     let interrupts = Interrupts::new(status, EventFd::new().unwrap().into()).unwrap();
     let (waiting, gate_open) = (AtomicU32::new(0), AtomicBool::new(true));
-    let limit = RunLimit { end_ns: u64::MAX, waiting_requests: &waiting, gate_open: &gate_open };
+    let limit = RunLimit {
+        end_ns: u64::MAX,
+        waiting_requests: &waiting,
+        gate_open: &gate_open,
+        turn: None,
+    };
     let (hardware, vgpu) = (&SoftGpu::new("soft0", BYTES), VgpuId::random());
     let interrupts = &interrupts;
     let cx = Context { hardware, vgpu, space, limit: &limit, interrupts, vector: 0 };

@@ -10,6 +10,7 @@ use super::sleep_debt::SleepDebt;
 use super::stolen_time::StolenTime;
 use super::vgpu_list::VgpuList;
 use super::watchdog::Steps;
+use crate::mediator::context_process::turns::Turns;
 use crate::mediator::emulation::channel::Readiness;
 use crate::mediator::emulation::clock::now_ns;
 use crate::mediator::emulation::counters::Counters;
@@ -87,6 +88,8 @@ pub(super) struct EngineLoop {
     pub step_number: u64,
     /// [`PREEMPTION_GRACE_NS`]; shorter in tests.
     pub grace_ns: u64,
+    /// Turns of a context's engine, which has one vGPU.
+    pub turns: Option<Arc<Turns>>,
 }
 
 impl EngineLoop {
@@ -108,6 +111,7 @@ impl EngineLoop {
             steps: Arc::new(Steps::new()),
             step_number: 0,
             grace_ns: PREEMPTION_GRACE_NS,
+            turns: None,
         }
     }
 
@@ -130,12 +134,44 @@ impl EngineLoop {
             None => self.poll_all(now),
         };
         match self.runlist.pick(self.stolen.available_ns(now)) {
-            Some((index, budget)) => return self.run_group(index, budget, polled),
+            Some((index, budget)) => return self.run_in_turn(index, budget, polled),
             // Only the running group was polled: poll all groups before going idle.
             None if self.last_poll_ns < now => self.last_poll_ns = 0,
             None => self.idle(now),
         }
         now_ns()
+    }
+
+    /// Runs a group, if the engine has a turn or needs none, or else waits for a turn. Takes and
+    /// returns the current time.
+    fn run_in_turn(&mut self, index: usize, budget: u64, now: u64) -> u64 {
+        let Some(turns) = self.turns.clone() else {
+            return self.run_group(index, budget, now, None);
+        };
+        let group = &self.groups[index];
+        let since = group.wait_start.unwrap_or(now);
+        if let Some(turn) = turns.begin(now, since, || group.vgpu.usage()) {
+            return self.run_group(index, budget, now, Some(&turn));
+        }
+        let (usage, counted_ns) = (group.vgpu.usage(), group.waiting_since);
+        self.groups[index].has_engine = false;
+        self.busy.stop();
+        self.steps.sleep();
+        turns.wait(since, &usage, counted_ns);
+        self.steps.wake(self.step_number);
+        let awake = now_ns();
+        self.stolen.read_after_sleep(awake, 0);
+        self.last_poll_ns = 0;
+        awake
+    }
+
+    /// Gives the turn back, or keeps it for later work: there is none now. Returns whether later
+    /// work can run at once.
+    pub fn rest(&self) -> bool {
+        match (&self.turns, &self.groups[..]) {
+            (Some(turns), [group]) => turns.rest(&group.vgpu.usage()),
+            _ => true,
+        }
     }
 
     /// Returns the interval between polls of all groups while group `index` runs.

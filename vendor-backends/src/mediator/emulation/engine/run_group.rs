@@ -4,14 +4,22 @@ use std::sync::atomic::Ordering;
 
 use super::engine_loop::EngineLoop;
 use super::sleep::SEMAPHORE_POLL_MIN_NS;
+use crate::mediator::context_process::turns::OwnTurn;
 use crate::mediator::emulation::clock::now_ns;
 use crate::mediator::emulation::counters::Counters;
 use crate::mediator::hardware::Pace;
 
 impl EngineLoop {
     /// Runs group `index` for at most `budget` nanoseconds from `start`, the current time. Charges
-    /// the time since the last run that was charged to no group. Returns the end of the run.
-    pub fn run_group(&mut self, index: usize, budget: u64, start: u64) -> u64 {
+    /// the time since the last run that was charged to no group. A context runs in a `turn`.
+    /// Returns the end of the run.
+    pub fn run_group(
+        &mut self,
+        index: usize,
+        budget: u64,
+        start: u64,
+        turn: Option<&OwnTurn>,
+    ) -> u64 {
         let since = self.busy.run_from(start);
         if let Some(before) = self.running.replace(index).filter(|before| *before != index)
             && self.groups[before].waiting_since.is_some()
@@ -27,7 +35,8 @@ impl EngineLoop {
         }
         let Pace { preemption_latency_ns, max_run_ns, .. } = self.pace;
         let limit = start + budget.min(max_run_ns);
-        let engine_time = group.vgpu.run(since, start, limit);
+        let limit = turn.map_or(limit, |turn| limit.min(turn.end_ns));
+        let engine_time = group.vgpu.run(since, start, limit, turn);
         let end = now_ns();
         group.waiting_since = Some(end);
         group.wait_start = Some(end);
@@ -42,6 +51,10 @@ impl EngineLoop {
             used -= stolen;
             Counters::add(&counters.stolen_ns, stolen);
             slept_ns = time.slept_ns;
+        }
+        if turn.is_some() {
+            // A context that slept longer than its turn has not held the engine.
+            used = used.min(limit.saturating_sub(since) + preemption_latency_ns);
         }
         Counters::add(&counters.engine_ns, used);
         let engine_time = engine_time.until(since + used);
@@ -66,6 +79,9 @@ impl EngineLoop {
         self.semaphore_poll_ns = SEMAPHORE_POLL_MIN_NS;
         if let Some(slept_ns) = self.woken_after_ns.take() {
             self.adapt_spin(slept_ns);
+        }
+        if let Some(turns) = &self.turns {
+            turns.count(&self.groups[index].vgpu.usage());
         }
         end
     }

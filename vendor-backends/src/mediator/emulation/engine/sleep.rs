@@ -28,9 +28,12 @@ pub(super) const SEMAPHORE_POLL_MIN_NS: u64 = 50_000;
 const SEMAPHORE_POLL_MAX_NS: u64 = 4_000_000;
 /// Wake-ups without work after which a vGPU is listened to less often.
 const EMPTY_WAKES: u32 = 16;
-/// Interval at which a sleeping engine looks for wake-ups of vGPUs that had many without work. All
-/// of them at once: each look polls all vGPUs.
+/// Interval at which a sleeping engine looks for wake-ups of vGPUs that had many without work, at
+/// first and at last. All of them at once: each look polls all vGPUs.
 const DEAF_NS: u64 = 1_000_000;
+const MAX_DEAF_NS: u64 = 4_000_000;
+/// Wake-ups without work after which this interval doubles.
+const EMPTY_WAKES_TO_DOUBLE: u32 = 64;
 /// Longest sleep with a timeout.
 const MAX_SLEEP_NS: u64 = 500_000_000;
 
@@ -43,8 +46,10 @@ impl EngineLoop {
             thread::yield_now();
             return;
         }
+        // Where others use the engine, spinning would slow them down and save little.
+        let spins = self.rest();
         let idle = now - *self.idle_since.get_or_insert(now);
-        if idle < self.spin_ns {
+        if spins && idle < self.spin_ns {
             if idle < SPIN_WITHOUT_YIELD_NS {
                 hint::spin_loop();
             } else {
@@ -154,8 +159,10 @@ impl EngineLoop {
             let taken = group.vgpu.wakeups().take();
             group.woken |= taken.woken;
             group.empty_wakes = group.empty_wakes.saturating_add(u32::from(taken.woken));
-            if group.empty_wakes > EMPTY_WAKES {
-                group.deaf_until_ns = (now_ns() / DEAF_NS + 1) * DEAF_NS;
+            if let Some(more) = group.empty_wakes.checked_sub(EMPTY_WAKES + 1) {
+                let doublings = (more / EMPTY_WAKES_TO_DOUBLE).min(2);
+                let deaf_ns = (DEAF_NS << doublings).min(MAX_DEAF_NS);
+                group.deaf_until_ns = (now_ns() / deaf_ns + 1) * deaf_ns;
             }
             group.closed |= taken.closed;
             if group.woken {

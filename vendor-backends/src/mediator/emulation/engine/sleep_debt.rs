@@ -1,9 +1,10 @@
 //! Consequences of sleep in page faults of a vGPU's memory.
 //!
 //! The engine sleeps in a page fault while the client punches a hole into the file of its guest's
-//! memory, for as long as the kernel takes to free the pages: 0.2 s for each GiB. Neither a signal
-//! nor another mapping at the address ends such a sleep, so the engine must not begin the next one.
-//! A group in which the engine slept is paused for as long again. If the sleeps are long, or come
+//! memory, for as long as the kernel takes to free the pages and to look at each mapping of the
+//! file. Neither a signal nor another mapping at the address ends such a sleep, so the engine must
+//! not begin the next one. An engine that serves several vGPUs, of a `vfio:` parent, does this. A
+//! group in which the engine slept is paused for as long again. If the sleeps are long, or come
 //! again and again, the vGPU is cut off: its channels fault, and new ones wait.
 
 /// Sleep that counts as a pause only. Memory that the host swaps or migrates causes such sleeps.

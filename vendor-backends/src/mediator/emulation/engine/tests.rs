@@ -119,7 +119,7 @@ fn a_preemption_timeout_resets_one_channel_and_notifies_its_guest() {
     neighbour.copy();
     // A chunk of a copy takes longer than 1 ns, which without grace is a preemption timeout.
     let mut engine = engine(&vgpus, 0);
-    engine.run_group(0, 1, now_ns());
+    engine.run_group(0, 1, now_ns(), None);
     assert_eq!(hung.error(), notifier::CTXSW_TIMEOUT);
     assert_eq!(notifier::CTXSW_TIMEOUT, 109, "the code that drivers expect");
     assert!(hung.pending().contains(Pending::CHANNEL_ERROR), "the guest gets an interrupt");
@@ -129,7 +129,7 @@ fn a_preemption_timeout_resets_one_channel_and_notifies_its_guest() {
 
     engine.grace_ns = PREEMPTION_GRACE_NS;
     while neighbour.vgpu.usage().submissions == 0 {
-        engine.run_group(1, Pace::CPU.max_run_ns, now_ns());
+        engine.run_group(1, Pace::CPU.max_run_ns, now_ns(), None);
     }
     assert_eq!((neighbour.error(), neighbour.pending()), (0, Pending::empty()));
     assert_eq!(neighbour.vgpu.usage().hang_resets, 0);
@@ -147,7 +147,7 @@ fn a_wait_lasts_from_the_loss_of_the_engine_until_the_next_run() {
     let mut run = |index| {
         engine.runlist.pick(now_ns());
         let start = now_ns();
-        engine.run_group(index, 1, start);
+        engine.run_group(index, 1, start, None);
         engine.poll_all(now_ns());
         start
     };
@@ -168,7 +168,7 @@ fn a_wait_lasts_from_the_loss_of_the_engine_until_the_next_run() {
     engine.poll_all(now_ns());
     first.vgpu.set_gate(true);
     engine.poll_all(now_ns());
-    engine.run_group(0, 1, now_ns());
+    engine.run_group(0, 1, now_ns(), None);
     assert_eq!(counted(), [3, 1]);
     assert_eq!(first.vgpu.usage().waits, first.vgpu.waits());
 }
@@ -180,7 +180,7 @@ fn work_for_an_idle_engine_hardly_waits() {
     let mut engine = engine(&vgpus, PREEMPTION_GRACE_NS);
     guest.yields(1);
     let found = engine.poll_all(now_ns());
-    engine.run_group(1, Pace::CPU.max_run_ns, found);
+    engine.run_group(1, Pace::CPU.max_run_ns, found, None);
     assert_eq!((guest.vgpu.waits().total(), idle.vgpu.waits().total()), (1, 0));
     assert!(guest.vgpu.waits().quantile(1.0).unwrap() < 10_000);
 }
@@ -192,12 +192,12 @@ fn engine_time_is_counted_by_engine_and_adds_up() {
     guest.copy();
     let mut engine = engine(&vgpus, PREEMPTION_GRACE_NS);
     while guest.vgpu.usage().submissions == 0 {
-        engine.run_group(0, Pace::CPU.max_run_ns, now_ns());
+        engine.run_group(0, Pace::CPU.max_run_ns, now_ns(), None);
     }
     let usage = guest.vgpu.usage();
     assert_eq!((usage.copy_ns, usage.compute_ns, usage.host_ns()), (usage.engine_ns, 0, 0));
     // A run without work counts for neither engine.
-    engine.run_group(0, Pace::CPU.max_run_ns, now_ns());
+    engine.run_group(0, Pace::CPU.max_run_ns, now_ns(), None);
     let usage = guest.vgpu.usage();
     assert!(usage.host_ns() > 0, "{usage:?}");
 }

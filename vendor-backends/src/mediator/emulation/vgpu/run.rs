@@ -9,6 +9,7 @@ use mdev_core::sched::Budget;
 
 use super::state::VgpuState;
 use super::{Vgpu, nanoseconds};
+use crate::mediator::context_process::turns::OwnTurn;
 use crate::mediator::emulation::channel::{Channel, Readiness};
 use crate::mediator::emulation::clock::now_ns;
 use crate::mediator::emulation::context::{Context, Progress};
@@ -136,8 +137,9 @@ impl Vgpu {
         true
     }
 
-    /// Runs the next ready channel until `end_ns`. Returns the time by engine since `since_ns`.
-    pub fn run(&self, since_ns: u64, now: u64, end_ns: u64) -> EngineTime {
+    /// Runs the next ready channel until `end_ns`, or until its `turn` is revoked. Returns the time
+    /// by engine since `since_ns`.
+    pub fn run(&self, since_ns: u64, now: u64, end_ns: u64, turn: Option<&OwnTurn>) -> EngineTime {
         let idle = EngineTime::new(since_ns);
         let Some(mut state) = self.try_lock().filter(|state| !state.paused) else { return idle };
         let may_submit = state.may_submit(now);
@@ -159,6 +161,7 @@ impl Vgpu {
             end_ns,
             waiting_requests: &self.waiting_requests,
             gate_open: &self.gate_open,
+            turn,
         };
         let cx = Context {
             hardware: &*self.hardware,

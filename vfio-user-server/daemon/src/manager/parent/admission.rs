@@ -1,8 +1,9 @@
 //! Start of a vGPU on its parent, and release of the resources that it holds there.
 
 use std::io;
+use std::os::fd::AsFd;
 
-use mdev_core::gpu::GpuError;
+use mdev_core::gpu::{Admission, ClientSpec, GpuError};
 use mdev_core::ids::VgpuId;
 
 use vendor_backends::backend::Opener;
@@ -12,9 +13,11 @@ use crate::manager::Result;
 use crate::manager::cgroups::{Limits, Member};
 use crate::manager::environment::Environment;
 use crate::manager::run_dir;
+use crate::manager::vgpu::context::{self, Context, Started};
 use crate::manager::vgpu::{Vgpu, worker};
 use crate::{vgpu_names, worker_client};
 use vgpud_api::{ErrorCode, ErrorDetail};
+use vgpud_host::users::Account;
 
 impl Parent {
     /// Starts a vGPU: reserves its partition, admits it on the GPU and starts its worker.
@@ -43,20 +46,70 @@ impl Parent {
         let spec = self.client_spec(vgpu);
         let (quotas, share) = (vgpu.settings.quotas, vgpu.settings.share);
         let max_instances = vgpu.profile.max_instances;
-        let admission = self.call_gpu(|gpu| gpu.admit(&spec))?;
+        let (admission, user) = self.admit(env, &spec)?;
         self.set_quotas(id, &quotas)?;
         self.schedule(id, share, max_instances)?;
         let Some(vgpu) = self.vgpus.get_mut(&id) else { return Ok(()) };
-        vgpu.launch(env, &admission).map_err(|error| {
-            let code =
-                if is_shortage(&error) { ErrorCode::Unavailable } else { ErrorCode::Internal };
-            ErrorDetail::new(
-                code,
-                format!("Cannot start a worker in {}: {error}", env.run_dir.vgpu(id).display()),
-            )
-        })?;
+        vgpu.launch(env, &admission, user).map_err(|error| not_started(env, id, &error))?;
         self.place_worker(env, id);
         Ok(())
+    }
+
+    /// Admits a vGPU on the GPU, with a new context if the GPU has contexts. Returns the user of
+    /// the worker, too.
+    fn admit(&mut self, env: &Environment, spec: &ClientSpec) -> Result<(Admission, Account)> {
+        self.require_ready()?;
+        let id = spec.vgpu;
+        let failed = |error: io::Error| not_started(env, id, &error);
+        if !self.has_contexts() {
+            let user = env.worker_users.choose().map_err(failed)?;
+            return Ok((self.call_gpu(|gpu| gpu.admit(spec))?, user));
+        }
+        let Started { context, worker, user } =
+            Context::start(env, &self.config, spec).map_err(failed)?;
+        if let Some(vgpu) = self.vgpus.get_mut(&id) {
+            vgpu.context = Some(context);
+        }
+        self.admit_context(env, spec)?;
+        let backend = self.config.source.backend().admission();
+        let admission = Admission { backend, spec: spec.clone(), fd: Some(worker.into()) };
+        Ok((admission, user))
+    }
+
+    /// Connects the GPU with the context of a vGPU.
+    fn admit_context(&mut self, env: &Environment, spec: &ClientSpec) -> Result<()> {
+        let link = context::connect(&env.run_dir, spec.vgpu)
+            .map_err(|error| not_started(env, spec.vgpu, &error))?;
+        self.call_gpu(|gpu| match gpu.contexts() {
+            Some(contexts) => contexts.admit(spec, link.as_fd()),
+            None => Err(GpuError::Unsupported("contexts")),
+        })
+    }
+
+    /// Gives the contexts of an earlier GPU process to this one.
+    pub(super) fn readmit_contexts(&mut self, env: &Environment) {
+        let ids: Vec<_> = self.vgpus.values().filter(|vgpu| vgpu.context.is_some()).collect();
+        for id in ids.into_iter().map(|vgpu| vgpu.id).collect::<Vec<_>>() {
+            if let Err(error) = self.readmit_context(env, id) {
+                log::error!("vGPU {id} does not continue on its new GPU process: {error}");
+                self.fail_for_lost_gpu(id);
+            }
+        }
+    }
+
+    /// Gives a vGPU's context, which continues, to a GPU process that does not know it.
+    pub(super) fn readmit_context(&mut self, env: &Environment, id: VgpuId) -> Result<()> {
+        let Some(vgpu) = self.vgpus.get(&id) else { return Ok(()) };
+        let spec = self.client_spec(vgpu);
+        let (quotas, share) = (vgpu.settings.quotas, vgpu.settings.share);
+        let (vram_bytes, max_instances) = (vgpu.profile.vram_bytes, vgpu.profile.max_instances);
+        // The partition of an adopted vGPU is reserved before.
+        if let Err(error) = self.partitions.admit(id, vram_bytes) {
+            log::debug!("vGPU {id}: {error}");
+        }
+        self.admit_context(env, &spec)?;
+        self.set_quotas(id, &quotas)?;
+        self.schedule(id, share, max_instances)
     }
 
     /// Moves a vGPU's worker into a control group of its own.
@@ -99,6 +152,10 @@ impl Parent {
 
     /// Removes a vGPU's client from the GPU, with its channels and memory mappings.
     pub(super) fn evict(&mut self, id: VgpuId) {
+        // A context that its tenant holds does not end by itself.
+        if let Some(context) = self.vgpus.get_mut(&id).and_then(|vgpu| vgpu.context.take()) {
+            context.process.kill();
+        }
         if !self.is_ready() {
             return;
         }
@@ -121,6 +178,13 @@ impl Parent {
             log::warn!("vGPU {id} may keep its memory: {error}");
         }
     }
+}
+
+/// Explains why a vGPU has no process.
+fn not_started(env: &Environment, id: VgpuId, error: &io::Error) -> ErrorDetail {
+    let code = if is_shortage(error) { ErrorCode::Unavailable } else { ErrorCode::Internal };
+    let folder = env.run_dir.vgpu(id);
+    ErrorDetail::new(code, format!("Cannot start a worker in {}: {error}", folder.display()))
 }
 
 /// Returns whether an operation failed for want of resources, and can succeed later.

@@ -15,6 +15,7 @@ use super::Parent;
 use crate::manager::Result;
 use crate::manager::environment::Environment;
 use crate::manager::run_dir;
+use crate::manager::vgpu::context::Context;
 use crate::manager::vgpu::{Found, Record, Vgpu};
 use crate::spawn::Process;
 use crate::worker_client;
@@ -34,6 +35,10 @@ impl Parent {
         gpu_was_running: bool,
     ) -> Option<Vgpu> {
         let process = Process::find(record.process);
+        let context = record.context.and_then(Process::find);
+        // What a vGPU loses with its GPU process is in the context, if there is one.
+        let gpu_runs = gpu_was_running || context.is_some();
+        let kill_context = |context: Option<Process>| context.map(Process::kill);
         let folder = env.run_dir.vgpu(id);
         let vgpu = match self.build(id, &record.definition, env.owner) {
             Ok(vgpu) => vgpu,
@@ -43,20 +48,23 @@ impl Parent {
                 return None;
             }
             Err(error) => {
+                kill_context(context);
                 discard(env, id, process, &error);
                 return None;
             }
         };
         let Some(process) = process else {
+            kill_context(context);
             run_dir::remove(&folder);
             return Some(vgpu);
         };
         match status {
-            Ok(status) if status.client.is_some() || (gpu_was_running && status.gpu_ok) => {
+            Ok(status) if status.client.is_some() || (gpu_runs && status.gpu_ok) => {
                 let pid = process.pid();
                 let user = status.client.map(|vm| format!(", used by process {}", vm.pid));
                 log::info!("Adopted vGPU {id} in process {pid}{}", user.unwrap_or_default());
-                self.take_over(env, vgpu, process, Found::Answering(status.client));
+                let found = Found::Answering(status.client);
+                self.take_over(env, vgpu, (process, context), found, gpu_was_running);
                 if !status.gpu_ok {
                     self.fail_for_lost_gpu(id);
                 }
@@ -66,16 +74,17 @@ impl Parent {
             // An upgrade of vgpud must not end a VM.
             Err(error) if error.kind() == io::ErrorKind::Unsupported => {
                 log::warn!("vGPU {id} continues in process {}: {error}", process.pid());
-                self.take_over(env, vgpu, process, Found::Foreign(error.to_string()));
-                if !gpu_was_running {
+                let found = Found::Foreign(error.to_string());
+                self.take_over(env, vgpu, (process, context), found, gpu_was_running);
+                if !gpu_runs {
                     self.fail_for_lost_gpu(id);
                 }
                 return None;
             }
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 log::warn!("vGPU {id} continues in process {}: {error}", process.pid());
-                self.take_over(env, vgpu, process, Found::Silent);
-                if !gpu_was_running {
+                self.take_over(env, vgpu, (process, context), Found::Silent, gpu_was_running);
+                if !gpu_runs {
                     self.fail_for_lost_gpu(id);
                 }
                 return None;
@@ -83,19 +92,28 @@ impl Parent {
             Err(error) => log::warn!("Replacing the worker of vGPU {id}: {error}"),
         }
         process.end(Duration::ZERO);
+        kill_context(context);
         run_dir::remove(&folder);
         Some(vgpu)
     }
 
-    fn take_over(&mut self, env: &Environment, mut vgpu: Vgpu, process: Process, found: Found) {
+    fn take_over(
+        &mut self,
+        env: &Environment,
+        mut vgpu: Vgpu,
+        (process, context): (Process, Option<Process>),
+        found: Found,
+        gpu_was_running: bool,
+    ) {
         let id = vgpu.id;
+        vgpu.context = context.map(|process| Context::watched(env, id, process));
         let answers = !matches!(found, Found::Silent);
         vgpu.adopt(env, process, found);
         if let Err(error) = self.partitions.admit(id, vgpu.profile.vram_bytes) {
             log::error!("vGPU {id}: {error}");
         }
         // A GPU that is not connected keeps its earlier settings.
-        if self.is_ready() {
+        if self.is_ready() && (gpu_was_running || vgpu.context.is_none()) {
             self.readmit(env, &vgpu, answers);
             let scheduled = self.schedule(id, vgpu.settings.share, vgpu.profile.max_instances);
             // Attributes that are not given have this manager's defaults, not the earlier
@@ -105,8 +123,13 @@ impl Parent {
                 log::error!("vGPU {id}: {error}");
             }
         }
+        let begins = vgpu.context.is_some() && self.is_ready() && !gpu_was_running;
         self.vgpus.insert(id, vgpu);
         self.place_worker(env, id);
+        if begins && let Err(error) = self.readmit_context(env, id) {
+            log::error!("vGPU {id} does not continue on its new GPU process: {error}");
+            self.fail_for_lost_gpu(id);
+        }
     }
 
     /// Passes a new connection to the GPU to the worker of an adopted vGPU, if the backend uses

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ipc::seqpacket::{SeqPacket, SeqPacketListener};
 use mdev_core::gpu::{Gpu, GpuError};
+use mdev_core::ids::VgpuId;
 use mdev_core::partition::Partitions;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::Signal;
@@ -52,6 +53,9 @@ const MAX_FILES: u64 = 65_536;
 
 /// Reason of the failure of vGPUs whose GPU is lost.
 const GPU_LOST: &str = "Its GPU is lost; stop it and start it again";
+
+/// Reason of the failure of a vGPU whose context is lost.
+const CONTEXT_LOST: &str = "The process with its memory has ended; stop it and start it again";
 
 /// Contents of `run.json` in the folder of a parent: what a later manager needs to adopt the GPU
 /// process.
@@ -158,6 +162,7 @@ impl Parent {
                 }
                 self.connected(process, gpu);
                 self.watch(env, generation);
+                self.readmit_contexts(env);
             }
             Err(error) => {
                 let pause = self.backoff.after_death(Duration::ZERO).max(MIN_START_PAUSE);
@@ -297,13 +302,30 @@ impl Parent {
         self.scheduling.reset(None);
         self.screen.clear_status();
         self.connection = Connection::Closed { retry_at: Some(retry_at), reason: Some(reason) };
-        for vgpu in self.vgpus.values_mut() {
+        // A vGPU with a context pauses until there is a GPU process again.
+        for vgpu in self.vgpus.values_mut().filter(|vgpu| vgpu.context.is_none()) {
             vgpu.fail(GPU_LOST);
         }
     }
 
+    /// Handles the end of a context.
+    pub fn context_exited(&mut self, id: VgpuId, generation: Generation) {
+        let Some(vgpu) = self.vgpus.get_mut(&id) else { return };
+        let ended = vgpu.context.take_if(|context| context.generation == generation);
+        if let Some(mut context) = ended {
+            let status = context.process.status().unwrap_or_else(|| "exit status unknown".into());
+            // A context ends after its worker.
+            log::info!("The context of vGPU {id} has ended ({status})");
+            context.process.leave();
+            let worker = vgpu.state().worker();
+            if worker.is_some_and(|worker| !worker.process.wait(STATUS_TIMEOUT)) {
+                vgpu.fail(CONTEXT_LOST);
+            }
+        }
+    }
+
     /// Marks a vGPU as failed because its worker reports the loss of its GPU.
-    pub(super) fn fail_for_lost_gpu(&mut self, vgpu: mdev_core::ids::VgpuId) {
+    pub(super) fn fail_for_lost_gpu(&mut self, vgpu: VgpuId) {
         if let Some(vgpu) = self.vgpus.get_mut(&vgpu) {
             vgpu.fail(GPU_LOST);
         }

@@ -9,7 +9,6 @@ use crate::manager::environment::Environment;
 use crate::manager::vgpu::lifecycle::State;
 use crate::manager::vgpu::{AfterDeath, StopWaiter, Vgpu};
 use crate::manager::watcher::Generation;
-use crate::spawn::Process;
 use vgpud_api::ErrorCode;
 
 impl Parent {
@@ -45,7 +44,8 @@ impl Parent {
         // The GPU knows nothing of the slices of its former client.
         self.unschedule(id);
         if let Err(error) = self.launch(env, id) {
-            if error.code == ErrorCode::Unavailable && self.is_ready() {
+            let is_pause = self.is_ready() || self.has_contexts();
+            if error.code == ErrorCode::Unavailable && is_pause {
                 self.evict(id);
                 if let Some(vgpu) = self.vgpus.get_mut(&id) {
                     vgpu.postpone(&error.message);
@@ -79,9 +79,8 @@ impl Parent {
         }
     }
 
-    /// Takes all vGPUs out, with the workers that were told to exit.
-    pub fn take_workers(&mut self) -> Vec<(VgpuId, Option<Process>)> {
-        let vgpus = std::mem::take(&mut self.vgpus).into_iter();
-        vgpus.map(|(id, vgpu)| (id, vgpu.into_process())).collect()
+    /// Takes all vGPUs out, whose workers were told to exit.
+    pub fn take_vgpus(&mut self) -> Vec<Vgpu> {
+        std::mem::take(&mut self.vgpus).into_values().collect()
     }
 }

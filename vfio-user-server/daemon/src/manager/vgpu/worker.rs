@@ -12,10 +12,10 @@ use nix::sys::signal::Signal;
 
 use crate::manager::sockets::Sockets;
 use crate::manager::watcher::Generation;
-use crate::manager::worker_users::WorkerUsers;
 use crate::spawn::{self, Limits, Process};
 use crate::worker_client;
 use crate::worker_protocol::WorkerSpec;
+use vgpud_host::users::Account;
 
 /// Limit of open files of a worker. Guest memory comes as one descriptor per range, and firmware
 /// maps many ranges. The remainder is for the worker itself: a client reaches the limit of maps
@@ -94,13 +94,14 @@ impl Worker {
 }
 
 /// Starts the anchor of a vGPU, which starts the worker, with its listening sockets and, where the
-/// backend has one, its connection to the GPU. Process lists show `label`.
+/// backend has one, its connection to the GPU. Process lists show `label`. The user is the
+/// worker's, and either no other worker's, or all workers'.
 pub fn spawn(
     label: &str,
     spec: &WorkerSpec,
     sockets: &Sockets,
     gpu: Option<BorrowedFd<'_>>,
-    users: &WorkerUsers,
+    (user, is_separate): (Account, bool),
 ) -> io::Result<Process> {
     let spec_file = file_of(c"worker-spec", &serde_json::to_vec(spec)?)?;
     let all = [
@@ -114,12 +115,12 @@ pub fn spawn(
     let (fds, args) = spawn::arguments("anchor", all);
     let limits = Limits {
         files: MAX_FILES,
-        threads: users.are_separate().then_some(MAX_THREADS),
+        threads: is_separate.then_some(MAX_THREADS),
         // The driver of a client that has the GPU itself may count guest memory as locked.
         may_lock_memory: gpu.is_none(),
         is_oom_protected: false,
         ends_with_parent: false,
-        user: users.choose()?,
+        user,
     };
     spawn::role(label, &args, &fds, limits)
 }
