@@ -137,21 +137,8 @@ fn a_lost_gpu_is_an_error_and_not_a_hang() -> Result<()> {
     let mut methods = Methods::new();
     spin.push(&mut methods);
     let fence = channel.submit(&methods)?;
-    for pid in soft_gpus(&vgpud)? {
-        kill(Pid::from_raw(pid), Signal::SIGKILL)?;
-    }
+    kill(Pid::from_raw(vgpud.context(&uuid)?.cast_signed()), Signal::SIGKILL)?;
     let result = channel.wait(fence);
     assert!(matches!(result, Err(GuestError::Lost)), "{result:?}");
     Ok(())
-}
-
-/// Returns the processes of this daemon's software GPUs.
-fn soft_gpus(vgpud: &Vgpud) -> Result<Vec<i32>> {
-    let mut pids = Vec::new();
-    for parent in std::fs::read_dir(vgpud.run_dir().join("parents"))? {
-        let run = std::fs::read(parent?.path().join("run.json"))?;
-        let run: serde_json::Value = serde_json::from_slice(&run)?;
-        pids.push(i32::try_from(run["process"]["pid"].as_i64().context("The record has no pid")?)?);
-    }
-    Ok(pids)
 }

@@ -227,7 +227,7 @@ fn starts_again_after_a_mistake_in_its_settings(machine: &Machine) {
 fn in_groups_of_their_own(machine: &Machine, uuid: &str) -> String {
     let service = "/sys/fs/cgroup/system.slice/vgpud.service";
     let groups = sh(machine, &format!("cd {service} && ls -d */"));
-    assert_eq!(groups, format!("gpu-soft0/\nmanager/\nworker-{uuid}/\n"));
+    assert_eq!(groups, format!("context-{uuid}/\ngpu-soft0/\nmanager/\nworker-{uuid}/\n"));
     for group in groups.lines() {
         let members = sh(machine, &format!("cat {service}/{group}cgroup.procs"));
         // A worker has an anchor.

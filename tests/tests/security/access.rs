@@ -182,10 +182,11 @@ fn only_the_owner_can_use_a_vgpus_socket() -> Result<()> {
     let vgpud = vgpud(&["--owner", "62000:62001"])?;
     let uuid = transient(&vgpud)?;
     let (folder, socket) = (vgpud.vgpu_dir(&uuid), vgpud.vfio_socket(&uuid));
-    let control = folder.join("control.sock");
+    let [control, context] = ["control.sock", "context.sock"].map(|name| folder.join(name));
     assert_eq!(owner(&socket)?, (62_000, 62_001, 0o600));
     assert_eq!(owner(&folder)?, (0, 62_001, 0o710));
     assert_eq!(owner(&control)?, (0, 0, 0o600));
+    assert_eq!(owner(&context)?, (0, 0, 0o600));
     assert_eq!(owner(&folder.join("run.json"))?, (0, 0, 0o600));
     for passage in [vgpud.run_dir(), vgpud.run_dir().join("vgpus")] {
         assert_eq!(owner(&passage)?.2, 0o711, "{}", passage.display());
@@ -198,7 +199,8 @@ fn only_the_owner_can_use_a_vgpus_socket() -> Result<()> {
         vm_user(&vgpud, &uuid).is_ok_and(|uid| uid == json!(VM.uid))
     })?;
     drop(vm);
-    for (who, what) in [(NEIGHBOUR, &socket), (OTHER_USER, &socket), (VM, &control)] {
+    let refused = [(NEIGHBOUR, &socket), (OTHER_USER, &socket), (VM, &control), (VM, &context)];
+    for (who, what) in refused {
         let refused = who.run(|| connect(what))?.err();
         assert_eq!(refused, Some(ErrorKind::PermissionDenied), "{who:?} {}", what.display());
     }

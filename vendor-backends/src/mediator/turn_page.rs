@@ -183,7 +183,7 @@ impl TurnPage {
             *counter(&mut usage) = self.load(place);
         }
         if let Some(since_ns) = self.waits_uncounted_since() {
-            usage.wait_ns += now_ns.saturating_sub(since_ns);
+            usage.wait_ns = usage.wait_ns.saturating_add(now_ns.saturating_sub(since_ns));
         }
         usage.runnable = self.load(contexts::WAITS_SINCE_NS) != 0;
         usage.imported_bytes = self.load(IMPORTED);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -82,6 +82,9 @@ async fn a_lost_gpu_is_tainted_and_its_claims_are_told() -> Result<()> {
     })
     .await?;
     eventually("no taint", async || !tainted()).await?;
+    // The vGPU continues with the next GPU process. It is lost with its context.
+    let uuid = bed.vgpus()?[0]["uuid"].as_str().context("a vGPU")?.to_owned();
+    kill_process(bed.vgpud.context(&uuid)?, Signal::SIGKILL)?;
     let events = "/apis/events.k8s.io/v1/namespaces/ns/events";
     eventually("an event", async || {
         let failed = |event: &Value| event["note"].to_string().contains("has failed");

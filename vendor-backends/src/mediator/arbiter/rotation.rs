@@ -31,7 +31,7 @@ const BEGIN_LIMIT_NS: u64 = 1_000_000;
 const LAG_NS: u64 = 20_000_000;
 /// Turn of a context that uses the time of one that the host does not run.
 const BORROWED_NS: u64 = 500_000;
-/// Interval at which the engine's end of a turn is looked for while no other context has a turn.
+/// Shortest time until the next look, unless a context rings.
 const LOOK_NS: u64 = 50_000;
 /// Slices that are given back at most when a context has not used them.
 const MAX_REFUND: u64 = 3;
@@ -186,7 +186,7 @@ impl Rotation {
             seat.engine_ns = Some(engine_ns.max(before));
             let used = engine_ns.saturating_sub(before);
             if !seat.is_open {
-                seat.counts.gate_cost_ns += used;
+                seat.counts.gate_cost_ns = seat.counts.gate_cost_ns.saturating_add(used);
             }
             let ahead = used.min(seat.ahead_ns);
             seat.ahead_ns -= ahead;
@@ -196,7 +196,10 @@ impl Rotation {
                 self.runlist.charge(index, used - ahead);
             }
         }
-        if self.seats[index].leaving.is_some_and(|(number, _)| seen.ended >= number) {
+        // One that lost its work before it began says nothing any more.
+        let uses_nothing = !seen.has_work && !seen.is_active;
+        let left = |(number, _)| seen.ended >= number || uses_nothing;
+        if self.seats[index].leaving.is_some_and(left) {
             self.seats[index].leaving = None;
             self.refund(index);
         }
@@ -383,21 +386,19 @@ impl Rotation {
         }
     }
 
-    /// Returns when to look again: in a series of turns once in each, shortly before its end.
+    /// Returns when to look again: in a series of turns once in each, shortly before its end. A
+    /// context rings when it has ended a turn that the arbiter had ended.
     fn next_look_ns(&self, now_ns: u64) -> Option<u64> {
-        let is_leaving = self.seats.iter().any(|seat| seat.leaving.is_some());
-        let of_turn = match (&self.next, &self.current) {
-            (Some(turn), _) | (None, Some(turn)) => turn.end_ns().map(|end_ns| {
-                let prepares_ns = end_ns.saturating_sub(LEAD_NS);
-                let begins_ns = turn.begin_ns.saturating_add(BEGIN_LIMIT_NS);
-                match turn.began_ns {
-                    None => prepares_ns.min(begins_ns).max(now_ns + LOOK_NS),
-                    Some(_) if prepares_ns > now_ns => prepares_ns,
-                    Some(_) => end_ns.max(now_ns + LOOK_NS),
-                }
-            }),
-            (None, None) => is_leaving.then(|| now_ns + LOOK_NS),
-        };
+        let of_turn = self.next.or(self.current).and_then(|turn| {
+            let end_ns = turn.end_ns()?;
+            let prepares_ns = end_ns.saturating_sub(LEAD_NS);
+            let begins_ns = turn.begin_ns.saturating_add(BEGIN_LIMIT_NS);
+            Some(match turn.began_ns {
+                None => prepares_ns.min(begins_ns).max(now_ns + LOOK_NS),
+                Some(_) if prepares_ns > now_ns => prepares_ns,
+                Some(_) => end_ns.max(now_ns + LOOK_NS),
+            })
+        });
         let opens = self.runlist.next_ns().map(|at| at.max(now_ns + LOOK_NS));
         of_turn.into_iter().chain(opens).min()
     }

@@ -87,6 +87,13 @@ pub fn create_private_dir(folder: &Path) -> io::Result<()> {
     fs::set_permissions(folder, Permissions::from_mode(0o700))
 }
 
+/// Listens at a path for this user alone.
+pub fn listen_privately(path: PathBuf) -> io::Result<SeqPacketListener> {
+    let socket = SeqPacketListener::bind(&path)?;
+    fs::set_permissions(path, Permissions::from_mode(0o600))?;
+    Ok(socket)
+}
+
 /// Listening sockets of a vGPU.
 #[derive(Debug)]
 pub struct Sockets {
@@ -110,13 +117,8 @@ pub fn listen(
 ) -> io::Result<Sockets> {
     let folder = run_dir.vgpu(vgpu);
     create_private_dir(&folder)?;
-    let own = |path: PathBuf| {
-        let socket = SeqPacketListener::bind(&path)?;
-        fs::set_permissions(path, Permissions::from_mode(0o600))?;
-        io::Result::Ok(socket)
-    };
-    let control = own(run_dir.worker_socket(vgpu))?;
-    let upgrade = own(run_dir.upgrade_socket(vgpu))?;
+    let control = listen_privately(run_dir.worker_socket(vgpu))?;
+    let upgrade = listen_privately(run_dir.upgrade_socket(vgpu))?;
     let mut owned = vec![run_dir.vfio_socket(vgpu)];
     let vfio = OwnedFd::from(bind(&owned[0])?).into();
     let mut of_programs = None;

@@ -1,8 +1,9 @@
 //! Contexts with real pages in simulated time.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use ipc::mem::SharedMemory;
+use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::gpu::Usage;
 use proptest::prelude::*;
 
@@ -17,6 +18,10 @@ const WAKE: u64 = 40_000;
 /// A simulated context.
 struct Sim {
     page: TurnPage,
+    /// Its page, for one that has been taken over and writes anything.
+    memory: Arc<Mapping>,
+    /// State of a random sequence of such words.
+    random: Option<u64>,
     usage: Usage,
     /// Work per period, and the period.
     work: (u64, u64),
@@ -39,10 +44,13 @@ struct Sim {
 
 impl Sim {
     fn new(work: (u64, u64)) -> Self {
-        let page = TurnPage::new(SharedMemory::new(c"sim", PAGE_BYTES).unwrap().mapping).unwrap();
+        let memory = SharedMemory::new(c"sim", PAGE_BYTES).unwrap().mapping;
+        let page = TurnPage::new(Arc::clone(&memory)).unwrap();
         page.count(&Usage::default());
         Self {
             page,
+            memory,
+            random: None,
             usage: Usage::default(),
             work,
             left_ns: 0,
@@ -69,10 +77,26 @@ impl Sim {
         }
     }
 
+    /// Writes a word of a random sequence somewhere.
+    fn write_anything(&mut self) {
+        let Some(random) = &mut self.random else { return };
+        for shift in [13_i32, -7, 17] {
+            *random ^= if shift > 0 { *random << shift } else { *random >> -shift };
+        }
+        // Small numbers are those of turns, and large ones overflow.
+        let value = if *random & 1 == 0 { *random % 64 } else { *random };
+        let place = 64 + 8 * (*random >> 32) % 32;
+        self.memory.store_u64(place, value).unwrap();
+    }
+
     /// Lets a tick pass. Returns whether it rings its bell, and whether it uses the engine.
     fn tick(&mut self, now: u64) -> (bool, bool) {
         if now.is_multiple_of(self.work.1) || now == 0 {
             self.left_ns = self.left_ns.saturating_add(self.work.0);
+        }
+        if self.random.is_some() {
+            self.write_anything();
+            return (now.is_multiple_of(10 * TICK), false);
         }
         if now < self.is_asleep_until {
             return (false, false);
@@ -270,6 +294,22 @@ fn shares_hold_while_the_host_runs_something_else() {
 }
 
 #[test]
+fn nothing_is_looked_for_when_no_context_has_work() {
+    let mut gpu = Gpu::new(vec![(Sim::busy(), 2 * MS), (Sim::busy(), 2 * MS)]);
+    gpu.run(20 * MS);
+    // One does not begin its turn in time, and then has no work any more.
+    gpu.contexts[0].is_asleep_until = gpu.now + 50 * MS;
+    gpu.run(10 * MS);
+    for context in &mut gpu.contexts {
+        (context.work, context.left_ns) = ((0, MS), 0);
+    }
+    gpu.run(100 * MS);
+    let before = gpu.rotation.last_number;
+    gpu.run(100 * MS);
+    assert_eq!((gpu.looks_at, gpu.rotation.last_number), (None, before));
+}
+
+#[test]
 fn a_budget_caps_and_a_gate_stops() {
     let mut gpu = Gpu::new(vec![(Sim::busy(), 2 * MS), (Sim::new((0, MS)), 2 * MS)]);
     gpu.rotation.set_budget(0, Budget::part(0.25, Duration::from_millis(10)), 0);
@@ -311,6 +351,18 @@ fn a_context_that_comes_back_at_once_gains_nothing() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
+
+    /// A context that has been taken over takes no more than four slices for one of another's.
+    #[test]
+    fn a_context_that_says_anything_leaves_the_others_their_turns(seed in 1_u64..) {
+        let mut gpu = Gpu::new(vec![(Sim::busy(), 2 * MS), (Sim::busy(), 2 * MS)]);
+        gpu.contexts[0].random = Some(seed);
+        gpu.run(500 * MS);
+        gpu.rotation.set_gate(0, false);
+        gpu.run(10 * MS);
+        gpu.contexts[0].page.usage(gpu.now);
+        prop_assert!(gpu.parts()[1] > 18.0, "{:?}", gpu.parts());
+    }
 
     /// Whatever contexts do, a busy one gets its share, and time is used.
     #[test]

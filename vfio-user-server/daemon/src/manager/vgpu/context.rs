@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 use ipc::mem::file_of;
-use ipc::seqpacket::{SeqPacket, SeqPacketListener};
+use ipc::seqpacket::SeqPacket;
 use mdev_core::gpu::ClientSpec;
 use mdev_core::ids::VgpuId;
 
@@ -54,7 +54,7 @@ impl Context {
     ) -> io::Result<Started> {
         let id = spec.vgpu;
         sockets::create_private_dir(&env.run_dir.vgpu(id))?;
-        let arbiters = SeqPacketListener::bind(&env.run_dir.context_socket(id))?;
+        let arbiters = sockets::listen_privately(env.run_dir.context_socket(id))?;
         let (ours, worker) = SeqPacket::pair()?;
         let spec_file = file_of(c"context-spec", &serde_json::to_vec(spec)?)?;
         let all = [
