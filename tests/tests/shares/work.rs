@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::load::{Endless, share, verified, work};
-use system_tests::{Vgpud, wait_for};
+use system_tests::{Vgpud, kill_process, wait_for};
 
 fn with_core(vgpud: &Vgpud, core: &str) -> Result<String> {
     vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "attrs": [{ "core": core }], "run": true }))
@@ -35,6 +35,29 @@ fn shares_hold_and_change_while_vms_work() -> Result<()> {
     println!("30/70: {measured:.1}");
     assert!((measured - 30.0).abs() < 4.0, "30/70: {measured:.1}");
     works.into_iter().try_for_each(verified)
+}
+
+#[test]
+fn shares_hold_after_the_gpu_process_was_replaced() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let create = |core: &str| {
+        let attrs = json!([{ "core": core }, { "hang_timeout": "off" }]);
+        vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "attrs": attrs, "run": true }))
+    };
+    let uuids = [create("80")?, create("20")?];
+    let _endless = [Endless::start(&vgpud, &uuids[0])?, Endless::start(&vgpud, &uuids[1])?];
+    let gpu = vgpud.gpu_process()?;
+    kill_process(gpu, Signal::SIGKILL)?;
+    wait_for("another GPU process runs", || {
+        let parent = vgpud.get("/v1/parents").unwrap_or_default();
+        parent[0]["state"] == "ready" && parent[0]["pid"] != gpu
+    })?;
+    let mut last = 0.0;
+    let held = wait_for("the share", || {
+        last = share(&vgpud, &uuids).unwrap_or_default();
+        (last - 80.0_f64).abs() < 3.0
+    });
+    held.with_context(|| format!("{last:.1} % for 80 %"))
 }
 
 #[test]
