@@ -1,5 +1,5 @@
-//! A tenant whose processes hold the locks of its memory, so that whoever maps or touches that
-//! memory waits.
+//! A tenant whose processes hold the locks of its memory, so that each process that maps or touches
+//! that memory waits.
 //!
 //! A punched hole holds the lock of a file's mappings while the kernel looks at each of them. The
 //! tenant's processes have mapped one page of its memory some hundred thousand times.

@@ -31,8 +31,9 @@ use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags};
 use self::link::Order;
 use self::rotation::{Contexts, Rotation};
 use super::emulation::clock::now_ns;
+use super::emulation::vgpu::nanoseconds;
 use super::hardware::{Hardware, Reservation};
-use super::turn_page::{PAGE_BYTES, Seen, TurnPage};
+use super::turn_page::{PAGE_BYTES, TurnPage};
 use super::wire::{self, Refusal};
 
 /// Events of the thread other than those of contexts.
@@ -92,29 +93,8 @@ impl Member {
 }
 
 impl Contexts for Vec<Member> {
-    fn seen(&self, seat: usize) -> Seen {
-        self[seat].page.seen()
-    }
-
-    fn grant(&self, seat: usize, number: u64, begin_ns: u64, length_ns: u64) {
-        self[seat].page.grant(number, begin_ns, length_ns);
-    }
-
-    fn set_length(&self, seat: usize, length_ns: u64) {
-        self[seat].page.set_length(length_ns);
-    }
-
-    fn set_begin(&self, seat: usize, begin_ns: u64) {
-        self[seat].page.set_begin(begin_ns);
-    }
-
-    fn interrupt(&self, seat: usize, length_ns: u64) {
-        self[seat].page.interrupt();
-        self[seat].page.set_length(length_ns);
-    }
-
-    fn revoke(&self, seat: usize, number: u64) -> bool {
-        self[seat].page.revoke(number)
+    fn page(&self, seat: usize) -> &TurnPage {
+        &self[seat].page
     }
 }
 
@@ -344,8 +324,4 @@ impl Drop for Arbiter {
             let _ = thread.join();
         }
     }
-}
-
-fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

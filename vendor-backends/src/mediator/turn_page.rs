@@ -136,9 +136,10 @@ impl TurnPage {
         self.changed();
     }
 
-    /// Says that the turn ends early, for work that may be brief.
-    pub fn interrupt(&self) {
+    /// Ends the turn early, with this length, for work that may be brief.
+    pub fn interrupt(&self, length_ns: u64) {
         self.store(arbiters::IS_INTERRUPTED, 1);
+        self.set_length(length_ns);
     }
 
     /// Changes the length of the turn.

@@ -19,7 +19,7 @@ mod tests;
 use mdev_core::sched::Budget;
 
 use crate::mediator::emulation::runlist::{Entry, Runlist};
-use crate::mediator::turn_page::{ENDLESS, Seen};
+use crate::mediator::turn_page::{ENDLESS, Seen, TurnPage};
 
 /// Time before the end of a turn at which the next one is given: what a thread takes to wake up.
 const LEAD_NS: u64 = 60_000;
@@ -40,18 +40,8 @@ const BUDGET_WAIT_NS: u64 = 800_000;
 
 /// The contexts, by their seats.
 pub trait Contexts {
-    /// Returns what a context says.
-    fn seen(&self, seat: usize) -> Seen;
-    /// Gives a turn.
-    fn grant(&self, seat: usize, number: u64, begin_ns: u64, length_ns: u64);
-    /// Changes the length of a context's turn.
-    fn set_length(&self, seat: usize, length_ns: u64);
-    /// Ends a context's turn early, for work that may be brief.
-    fn interrupt(&self, seat: usize, length_ns: u64);
-    /// Lets a context begin at another time.
-    fn set_begin(&self, seat: usize, begin_ns: u64);
-    /// Ends a turn. Returns whether the context uses the engine still.
-    fn revoke(&self, seat: usize, number: u64) -> bool;
+    /// Returns the page of a context.
+    fn page(&self, seat: usize) -> &TurnPage;
 }
 
 /// What the arbiter counts of a context.
@@ -164,7 +154,7 @@ impl Rotation {
     /// Looks at the contexts and gives turns. Returns when to look again, unless a context or a
     /// change of the settings causes that before.
     pub fn step(&mut self, now_ns: u64, contexts: &impl Contexts) -> Option<u64> {
-        (0..self.seats.len()).for_each(|seat| self.look(seat, contexts.seen(seat)));
+        (0..self.seats.len()).for_each(|seat| self.look(seat, contexts.page(seat).seen()));
         while self.end_current(now_ns, contexts) {}
         match self.current {
             None => self.begin_next(now_ns, contexts),
@@ -226,17 +216,17 @@ impl Rotation {
             self.current = Some(turn);
         }
         let has_ended = seat.seen.ended >= turn.number;
-        let is_late = turn.began_ns.is_none()
+        let has_begun = turn.began_ns.is_some();
+        let is_late = !has_begun
             && now_ns >= turn.begin_ns.saturating_add(BEGIN_LIMIT_NS)
             && self.others_are_ready(turn.seat);
-        let has_begun = turn.began_ns.is_some();
         let is_over = has_begun
             && if let Some(end_ns) = turn.end_ns() {
                 now_ns >= end_ns
             } else {
                 !seat.seen.is_active && self.others_are_ready(turn.seat)
             };
-        let has_nothing = turn.began_ns.is_none() && !seat.seen.has_work;
+        let has_nothing = !has_begun && !seat.seen.has_work;
         if has_ended {
             self.refund(turn.seat);
         } else if is_late || is_over || has_nothing || !seat.is_open {
@@ -250,7 +240,7 @@ impl Rotation {
                 u64::from(self.seats[turn.seat].seen.has_work);
             if next.begin_ns > now_ns {
                 next.begin_ns = now_ns;
-                contexts.set_begin(next.seat, now_ns);
+                contexts.page(next.seat).set_begin(now_ns);
             }
         }
         self.current.is_some()
@@ -258,7 +248,7 @@ impl Rotation {
 
     /// Ends a turn for the arbiter. The context may be in it still, or be `late` to begin it.
     fn revoke(&mut self, turn: Given, now_ns: u64, late: bool, contexts: &impl Contexts) {
-        if contexts.revoke(turn.seat, turn.number) || late {
+        if contexts.page(turn.seat).revoke(turn.number) || late {
             self.seats[turn.seat].leaving = Some((turn.number, now_ns));
         } else {
             self.refund(turn.seat);
@@ -297,7 +287,7 @@ impl Rotation {
     ) -> Given {
         self.last_number += 1;
         let number = self.last_number;
-        contexts.grant(seat, number, begin_ns, length_ns);
+        contexts.page(seat).grant(number, begin_ns, length_ns);
         let engine_before_ns = self.seats[seat].engine_ns.unwrap_or_default();
         Given { seat, number, begin_ns, began_ns: None, length_ns, engine_before_ns }
     }
@@ -318,14 +308,14 @@ impl Rotation {
         let length_ns;
         if seat == turn.seat {
             length_ns = used_ns.saturating_add(left_ns);
-            contexts.set_length(seat, length_ns);
+            contexts.page(seat).set_length(length_ns);
         } else {
             // The context works until the other one is awake.
             length_ns = used_ns.saturating_add(LEAD_NS);
-            contexts.interrupt(turn.seat, length_ns);
+            contexts.page(turn.seat).interrupt(length_ns);
         }
         // The context may have begun to rest, and would keep a turn with an end.
-        if turn.began_ns.is_some() && !contexts.seen(turn.seat).is_active {
+        if turn.began_ns.is_some() && !contexts.page(turn.seat).seen().is_active {
             self.revoke(turn, now_ns, false, contexts);
             self.current = None;
             return self.begin_next(now_ns, contexts);
@@ -353,7 +343,7 @@ impl Rotation {
             Some((seat, left_ns)) if seat == turn.seat => {
                 let length_ns = turn.length_ns.saturating_add(left_ns);
                 self.current = Some(Given { length_ns, ..turn });
-                contexts.set_length(seat, length_ns);
+                contexts.page(seat).set_length(length_ns);
                 if length_ns == ENDLESS {
                     self.refund(seat);
                 }

@@ -271,6 +271,7 @@ fn doorbell_page() -> io::Result<OwnedFd> {
     sealed_memfd(c"vgpu-doorbell", doorbell::PAGE_BYTES)
 }
 
-fn nanoseconds(time: Duration) -> u64 {
+/// Returns a time in nanoseconds, or the most that fit.
+pub fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

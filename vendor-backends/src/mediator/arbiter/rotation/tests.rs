@@ -8,7 +8,7 @@ use mdev_core::gpu::Usage;
 use proptest::prelude::*;
 
 use super::*;
-use crate::mediator::turn_page::{NoTurn, PAGE_BYTES, TurnPage};
+use crate::mediator::turn_page::{NoTurn, PAGE_BYTES};
 
 const TICK: u64 = 5_000;
 const MS: u64 = 1_000_000;
@@ -142,28 +142,8 @@ impl Sim {
 }
 
 impl Contexts for Vec<Sim> {
-    fn seen(&self, seat: usize) -> Seen {
-        self[seat].page.seen()
-    }
-
-    fn grant(&self, seat: usize, number: u64, begin_ns: u64, length_ns: u64) {
-        self[seat].page.grant(number, begin_ns, length_ns);
-    }
-
-    fn set_length(&self, seat: usize, length_ns: u64) {
-        self[seat].page.set_length(length_ns);
-    }
-
-    fn set_begin(&self, seat: usize, begin_ns: u64) {
-        self[seat].page.set_begin(begin_ns);
-    }
-
-    fn interrupt(&self, seat: usize, length_ns: u64) {
-        self[seat].page.set_length(length_ns);
-    }
-
-    fn revoke(&self, seat: usize, number: u64) -> bool {
-        self[seat].page.revoke(number)
+    fn page(&self, seat: usize) -> &TurnPage {
+        &self[seat].page
     }
 }
 

@@ -88,8 +88,9 @@ impl Parent {
 
     /// Gives the contexts of an earlier GPU process to this one.
     pub(super) fn readmit_contexts(&mut self, env: &Environment) {
-        let ids: Vec<_> = self.vgpus.values().filter(|vgpu| vgpu.context.is_some()).collect();
-        for id in ids.into_iter().map(|vgpu| vgpu.id).collect::<Vec<_>>() {
+        let with_context = self.vgpus.values().filter(|vgpu| vgpu.context.is_some());
+        let ids: Vec<_> = with_context.map(|vgpu| vgpu.id).collect();
+        for id in ids {
             if let Err(error) = self.readmit_context(env, id) {
                 log::error!("vGPU {id} does not continue on its new GPU process: {error}");
                 self.fail_for_lost_gpu(id);

@@ -13,13 +13,11 @@ use crate::manager::cgroups::{Limits, Member};
 use crate::manager::environment::Environment;
 use crate::manager::run_dir::RunDir;
 use crate::manager::sockets;
+use crate::manager::vgpu::worker;
 use crate::manager::watcher::{Generation, Watched};
 use crate::spawn::{self, Process};
 use crate::worker_client;
 use vgpud_host::users::Account;
-
-/// Limit of open files of a context: one for each range of guest memory, and its own.
-const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 4096;
 
 /// Context process of a vGPU.
 #[derive(Debug)]
@@ -55,18 +53,19 @@ impl Context {
         let id = spec.vgpu;
         sockets::create_private_dir(&env.run_dir.vgpu(id))?;
         let arbiters = sockets::listen_privately(env.run_dir.context_socket(id))?;
-        let (ours, worker) = SeqPacket::pair()?;
+        let (ours, context) = SeqPacket::pair()?;
         let spec_file = file_of(c"context-spec", &serde_json::to_vec(spec)?)?;
         let all = [
             ("--spec-fd", Some(spec_file.as_fd())),
-            ("--worker-fd", Some(worker.as_fd())),
+            ("--worker-fd", Some(context.as_fd())),
             ("--arbiters-fd", Some(arbiters.as_fd())),
         ];
         let (fds, mut args) = spawn::arguments("gpu-context", all);
         args.extend(["--parent".into(), parent.source.argument()]);
         let user = env.worker_users.choose()?;
         let limits = spawn::Limits {
-            files: MAX_FILES,
+            // It maps the same ranges of guest memory as its worker.
+            files: worker::MAX_FILES,
             threads: None,
             may_lock_memory: false,
             is_oom_protected: false,

@@ -20,7 +20,7 @@ use vgpud_host::users::Account;
 /// Limit of open files of a worker. Guest memory comes as one descriptor per range, and firmware
 /// maps many ranges. The remainder is for the worker itself: a client reaches the limit of maps
 /// before the worker runs out of descriptors, without which it could not accept a connection.
-const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 4096;
+pub const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 4096;
 
 /// Limit of threads of a worker. A worker has one, and a few for an NVIDIA GPU.
 pub const MAX_THREADS: u64 = 64;
