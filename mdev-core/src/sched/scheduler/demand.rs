@@ -84,7 +84,7 @@ impl Evidence {
             } else {
                 Demand::Brief
             };
-            changed |= group.note_demand(demand, used >= share * NEAR);
+            changed |= group.note_demand(demand, used >= share * NEAR, interval.elapsed_ns);
         });
         changed
     }

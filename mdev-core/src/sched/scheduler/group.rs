@@ -17,6 +17,10 @@ use crate::sched::share::ShareRequest;
 /// The vGPUs of a parent.
 pub(super) type Groups = BTreeMap<VgpuId, Group>;
 
+/// Time for which a vGPU has to compete until it counts as one that competes lastingly. After that,
+/// it may pause for as long.
+const SETTLED_NS: u64 = 500_000_000;
+
 /// Scheduling state of one vGPU.
 #[derive(Clone, Debug)]
 pub(super) struct Group {
@@ -30,6 +34,8 @@ pub(super) struct Group {
     relented: bool,
     /// Number of intervals in a row after which the vGPU was found below its share.
     pub(super) brief_for: u8,
+    /// Time for which the vGPU has competed, less the time since in which it did not.
+    competed_ns: u64,
 }
 
 impl Group {
@@ -43,19 +49,31 @@ impl Group {
             demand: Demand::default(),
             relented: false,
             brief_for: 0,
+            competed_ns: 0,
         }
     }
 
-    /// Notes the demand that an interval showed. Returns true if that changes the demand.
+    /// Returns true if the vGPU has competed for so long that it is likely to go on.
+    pub(super) fn competes_lastingly(&self) -> bool {
+        self.demand == Demand::Competing && self.competed_ns >= SETTLED_NS
+    }
+
+    /// Notes the demand that an interval of `elapsed_ns` showed. Returns true if that changes the
+    /// demand.
     ///
     /// One interval below its share may be chance for a vGPU that used `much` of it before: others
     /// may have given up theirs.
-    pub(super) fn note_demand(&mut self, demand: Demand, much: bool) -> bool {
+    pub(super) fn note_demand(&mut self, demand: Demand, much: bool, elapsed_ns: u64) -> bool {
         let relents = self.demand == Demand::Competing && demand == Demand::Brief && much;
         self.relented = relents && !self.relented;
         let changed = !self.relented && std::mem::replace(&mut self.demand, demand) != demand;
         let brief = self.demand == Demand::Brief;
         self.brief_for = if brief { self.brief_for.saturating_add(1) } else { 0 };
+        self.competed_ns = if self.demand == Demand::Competing {
+            self.competed_ns.saturating_add(elapsed_ns).min(2 * SETTLED_NS)
+        } else {
+            self.competed_ns.saturating_sub(elapsed_ns)
+        };
         changed
     }
 

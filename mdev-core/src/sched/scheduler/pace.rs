@@ -23,8 +23,9 @@ const SHORTEST_PART: f64 = 0.25;
 const LONE_SLICE: Duration = Duration::from_micros(200);
 /// The same while others get the engine so often that switches would take too much of its time.
 const LONE_LONG_SLICE: Duration = Duration::from_micros(1750);
-/// Mean slice of several vGPUs that compete beside vGPUs below their shares: these wait for a round
-/// at most, and a switch costs 0.17 ms on an NVIDIA GPU.
+/// Mean slice of several vGPUs that compete beside vGPUs below their shares, or of which one began
+/// to compete only lately: work below its share waits for a round at most, and a switch costs
+/// 0.17 ms on an NVIDIA GPU.
 const BESIDE_BRIEF_SLICE: Duration = Duration::from_millis(3);
 /// Longest slice of a vGPU below its share, or without work while others compete, where switches
 /// are costly. Longer work of one service does not delay the next, and work that begins does not
@@ -153,6 +154,10 @@ impl Pace {
         let briefly = of(Demand::Brief).any(|group| group.brief_for >= steadily);
         self.briefly = briefly;
         let lone = channel_groups == 1 && groups.len() > 1;
+        // A service that loads its kernels competes for a moment, and one with a backlog looks so.
+        let newly = costly_switches
+            && !self.crowded
+            && of(Demand::Competing).any(|group| !group.competes_lastingly());
         self.watched = (lone || competing == 0 && briefly).then_some(groups.len());
         let mut next = Length::UNCHANGED;
         // While no vGPU competes, the slices are those for all: then none changes when all begin.
@@ -170,7 +175,7 @@ impl Pace {
                 next.factor = next.factor.min(LONE_SLICE.as_secs_f64() / round.as_secs_f64());
             } else if lone {
                 next.longest = if self.turns.are_many() { LONE_LONG_SLICE } else { LONE_SLICE };
-            } else if briefly && competing > 0 {
+            } else if (briefly || newly) && competing > 0 {
                 let brief = BESIDE_BRIEF_SLICE.as_secs_f64() * f64::from(channel_groups);
                 next.factor = next.factor.min(brief / round.as_secs_f64());
             }

@@ -7,6 +7,8 @@ const MANY: f64 = 500.0;
 const FEW: f64 = 250.0;
 /// Time over which turns are averaged, in nanoseconds.
 const AVERAGED_NS: f64 = 2e8;
+/// The same for what shows that there are few: after a burst, slices are short again soon.
+const RECENT_NS: f64 = 5e7;
 /// Shortest and longest time for which there count as many, in nanoseconds.
 const SHORTEST_NS: u64 = 500_000_000;
 const LONGEST_NS: u64 = 16_000_000_000;
@@ -20,6 +22,8 @@ const LONGEST_NS: u64 = 16_000_000_000;
 pub(super) struct Turns {
     /// Turns a second, averaged over [`AVERAGED_NS`].
     rate: f64,
+    /// The same, averaged over [`RECENT_NS`].
+    recent: f64,
     /// Time until short slices are tried again, in nanoseconds. 0 while there are not many.
     left_ns: u64,
     /// The last such time, and the time since it.
@@ -31,11 +35,12 @@ impl Turns {
     /// Notes the turns in an interval of `elapsed_ns`.
     pub(super) fn count(&mut self, turns: u64, elapsed_ns: u64) {
         let length = elapsed_ns as f64;
-        let part = length / (length + AVERAGED_NS);
-        self.rate += (turns as f64 * 1e9 / length - self.rate) * part;
+        let now = turns as f64 * 1e9 / length;
+        self.rate += (now - self.rate) * length / (length + AVERAGED_NS);
+        self.recent += (now - self.recent) * length / (length + RECENT_NS);
         if self.left_ns > 0 {
             self.left_ns = self.left_ns.saturating_sub(elapsed_ns);
-            if self.left_ns == 0 || self.rate < FEW {
+            if self.left_ns == 0 || self.recent < FEW {
                 *self = Self { rate: 0.0, left_ns: 0, since_ns: 0, ..*self };
             }
             return;

@@ -73,6 +73,60 @@ fn requests_run_at_once_and_cost_a_training_nothing_but_their_time() {
     }
 }
 
+/// A service loads its kernels and warms up beside a training, and is as quick as any other soon
+/// after.
+#[test]
+fn requests_run_soon_after_their_service_has_warmed_up() {
+    for (gpu, hz) in GPUS.into_iter().flat_map(|gpu| [(gpu, 100), (gpu, 400)]) {
+        for (work_us, pause_us) in [(20, 30), (100, 100), (300, 40), (50, 0)] {
+            for warm_up_ms in [50, 110, 240, 390] {
+                let mut sim = on(gpu);
+                sim.start(id(0), soft(50), TRAINING).unwrap();
+                sim.start(id(1), soft(50), Workload::IDLE).unwrap();
+                sim.run(Duration::from_secs(2)).unwrap();
+                sim.turn_to(1, Workload::bursty(50 * US, work_us * US, pause_us * US));
+                sim.run(Duration::from_millis(warm_up_ms)).unwrap();
+                sim.turn_to(1, requests(300 * US, hz));
+                sim.reset_waits();
+                sim.run(Duration::from_secs(10)).unwrap();
+                let waits = sim.waits(id(1)).unwrap();
+                let (most, worst) = (waits.quantile(0.98), waits.quantile(1.0));
+                let what = format!("{gpu:?}: {hz}/s after {warm_up_ms} ms of {work_us} us");
+                assert!(worst < 3_200 * US, "{what}: worst {} us", worst / US);
+                // As many requests may need many turns.
+                assert!(hz == 400 || most < 600 * US, "{what}: {} us", most / US);
+            }
+        }
+    }
+}
+
+/// Work that has begun to compete may be that of a service that is about to answer requests.
+#[test]
+fn slices_are_short_until_it_is_clear_that_all_go_on() {
+    let mut sim = on(GPUS[0]);
+    for n in 0..2 {
+        sim.start(id(n), soft(50), TRAINING).unwrap();
+    }
+    let slice_after = |sim: &mut Simulation, ms| {
+        sim.run(Duration::from_millis(ms)).unwrap();
+        sim.scheduler().slice(id(0)).unwrap()
+    };
+    let [short, long] =
+        [2..4, 11..13].map(|ms| Duration::from_millis(ms.start)..Duration::from_millis(ms.end));
+    assert!(short.contains(&slice_after(&mut sim, 400)));
+    assert!(long.contains(&slice_after(&mut sim, 1_600)));
+    // A short rest changes nothing.
+    sim.turn_to(1, Workload::IDLE);
+    sim.run(Duration::from_millis(250)).unwrap();
+    sim.turn_to(1, TRAINING);
+    assert!(long.contains(&slice_after(&mut sim, 300)));
+    sim.turn_to(1, Workload::IDLE);
+    sim.run(Duration::from_secs(2)).unwrap();
+    sim.turn_to(1, TRAINING);
+    assert!(short.contains(&slice_after(&mut sim, 300)));
+    assert!(long.contains(&slice_after(&mut sim, 1_000)));
+}
+
 /// A training that loads its kernels, or waits for its data, works now and then.
 #[test]
 fn requests_run_soon_beside_work_that_comes_and_goes() {
@@ -132,18 +186,21 @@ fn the_first_request_after_a_rest_runs_at_once() {
 
 #[test]
 fn busy_pairs_keep_their_slices_until_a_service_works_beside_them() {
-    let mut sim = on(GPUS[0]);
-    for n in 0..2 {
-        sim.start(id(n), soft(40), TRAINING).unwrap();
+    // Simulated requests fall into step with the rounds, at some rates into an unlucky one.
+    for hz in [40, 60, 70, 80, 90, 100, 110, 130, 150, 200] {
+        let mut sim = on(GPUS[0]);
+        for n in 0..2 {
+            sim.start(id(n), soft(40), TRAINING).unwrap();
+        }
+        sim.start(id(2), soft(20), Workload::IDLE).unwrap();
+        let got = used(&mut sim);
+        assert!(got.iter().sum::<f64>() > 98.0, "{got:?}");
+        sim.turn_to(2, requests(300 * US, hz));
+        let got = used(&mut sim);
+        assert!((got[0] - got[1]).abs() < 1.0 && got.iter().sum::<f64>() > 88.0, "{got:?}");
+        let wait = sim.waits(id(2)).unwrap().quantile(0.99);
+        assert!(wait < 13 * MS, "{hz} a second: {} us", wait / US);
     }
-    sim.start(id(2), soft(20), Workload::IDLE).unwrap();
-    let got = used(&mut sim);
-    assert!(got.iter().sum::<f64>() > 98.0, "{got:?}");
-    sim.turn_to(2, requests(300 * US, 100));
-    let got = used(&mut sim);
-    assert!((got[0] - got[1]).abs() < 1.0 && got.iter().sum::<f64>() > 88.0, "{got:?}");
-    let wait = sim.waits(id(2)).unwrap().quantile(0.99);
-    assert!(wait < 7_500 * US, "{} us", wait / US);
 }
 
 #[test]
