@@ -21,7 +21,7 @@
 //! * [`build`]: Tessera's programs, built by cargo; [`nvcc`]: machine code for GPUs; [`host`]:
 //!   `vgpud`, controlled by `vgpuctl`
 //! * [`picture`]: checks of screens; [`viewers`]: a browser and a VNC client for consoles
-//! * [`demo`], [`mod@test`], [`mod@bench`], [`simulate`]: commands of `cargo lab`
+//! * [`demo`], [`mod@test`], [`mod@bench`], [`attack`], [`simulate`]: commands of `cargo lab`
 //! * [`cleanup`]: cleanup of resources; [`whole_file`]: files that appear at once; [`progress`],
 //!   [`heartbeat`]: progress output
 
@@ -34,6 +34,7 @@ use crate::place::{Bundle, layout};
 use crate::progress::Progress;
 use crate::root::Root;
 
+pub mod attack;
 pub mod bench;
 pub mod booted;
 pub mod build;

@@ -14,7 +14,7 @@ use lab::place::Bundle;
 use lab::progress::{self, Progress};
 use lab::qemu::{Vm, VmSpec};
 use lab::test::Kube;
-use lab::{Lab, bench, bundle, deb, simulate, test};
+use lab::{Lab, attack, bench, bundle, deb, simulate, test};
 use mdev_core::sched::{Enforcement, Policy};
 
 /// Real VMs on this machine. Fetches QEMU and a kernel if needed, and cleans up afterwards.
@@ -41,6 +41,9 @@ enum Task {
     /// run compiles Kubernetes, which takes some ten minutes; later ones, also of `test`, find it
     /// cached
     Kube(Kube),
+    /// Attack the promises of docs/security.md as a tenant, a taken-over process or another user
+    /// would, and print what each attack reached. `test` runs the same tests
+    Attack(attack::Options),
     /// Run all benchmarks, or the benchmark of this name
     Bench {
         /// Name of a benchmark in the tests crate
@@ -133,6 +136,7 @@ fn run(task: Task) -> Result<bool> {
             lab::kube::Kubernetes::open(&Progress::new()).map(|_| true)
         }
         Task::Kube(args) => Ok(test::kube(&args)?.failed == 0),
+        Task::Attack(options) => attack::run(&options),
         Task::Bench { name, args } => bench::run(name.as_deref(), &args).map(|()| true),
         Task::Bundle { out, dev, no_benchmark } => {
             let profile = if dev { Profile::Dev } else { Profile::Release };

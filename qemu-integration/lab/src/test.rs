@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use crate::Lab;
+use crate::attack;
 use crate::build::{self, cargo, cargo_in_background, cargo_when_idle};
 use crate::heartbeat::{Heartbeat, INTERVAL};
 use crate::kube::{self, Kubernetes};
@@ -29,9 +30,10 @@ mod jobs;
 mod programs;
 mod tally;
 
-use self::jobs::{Finished, Job, Queue, Tested};
-use self::programs::Built;
-use self::tally::Failure;
+pub(crate) use self::jobs::Tested;
+use self::jobs::{Finished, Job, Queue};
+pub(crate) use self::programs::Built;
+pub(crate) use self::tally::Failure;
 pub use self::tally::Tally;
 
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
@@ -282,7 +284,8 @@ impl Report {
     fn build(&mut self) -> Built {
         let mut built = Built::default();
         self.section("Building programs and tests", || {
-            built = programs::build()?;
+            built = Built::build()?;
+            attack::check(&built)?;
             Ok(Tested::default())
         });
         built

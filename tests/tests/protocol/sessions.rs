@@ -20,11 +20,13 @@ fn every_check_of_the_battery_holds_and_nothing_leaks() {
     let server = Server::start();
     drop(RawClient::attach(&server.path));
     eventually("the client leaves", || server.served() == 1);
-    let before = device::open_fds("self");
+    // A thread may not have closed the first client's socket yet.
+    let mut before = device::open_fds("self");
     for (name, check) in battery::ALL {
         let start = Instant::now();
         check(&server.path);
-        eventually(name, || device::open_fds("self") == before);
+        eventually(name, || device::open_fds("self") <= before);
+        before = before.min(device::open_fds("self"));
         eprintln!("{name}: {:?}", start.elapsed());
     }
 }

@@ -57,6 +57,19 @@ pub struct Tested {
     pub failures: Vec<Failure>,
 }
 
+impl Tested {
+    /// Returns the result of one test that failed.
+    pub fn failed(failure: Failure) -> Self {
+        Self { tally: Tally::check(false), failures: vec![failure] }
+    }
+
+    /// Adds the tests of another job.
+    pub fn add(&mut self, other: Self) {
+        self.tally.add(other.tally);
+        self.failures.extend(other.failures);
+    }
+}
+
 impl From<Tally> for Tested {
     fn from(tally: Tally) -> Self {
         Self { tally, failures: Vec::new() }

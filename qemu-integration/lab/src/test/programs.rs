@@ -41,29 +41,41 @@ pub struct Plan {
     pub long: Vec<Job>,
 }
 
-/// Builds all programs and tests.
-///
-/// One command builds both, so that cargo resolves features once. Tests would otherwise build the
-/// programs again.
-pub fn build() -> Result<Built> {
-    let mut command = cargo();
-    command.args(["build", "--quiet", "--workspace", "--bins", "--tests", "--examples"]);
-    command.arg("--message-format=json-render-diagnostics");
-    command.stdin(Stdio::null()).stdout(Stdio::piped());
-    let mut child = command.spawn().context("Cannot run cargo")?;
-    let mut built = Built::default();
-    for line in child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines()) {
-        let message: Value = serde_json::from_str(&line?).unwrap_or_default();
-        built.add(&message);
-    }
-    if !child.wait()?.success() {
-        bail!("The tests do not build");
-    }
-    built.tests.sort_by(|a, b| (&a.folder, &a.target).cmp(&(&b.folder, &b.target)));
-    Ok(built)
-}
-
 impl Built {
+    /// Builds all programs and tests.
+    ///
+    /// One command builds both, so that cargo resolves features once. Tests would otherwise build
+    /// the programs again.
+    pub fn build() -> Result<Self> {
+        let mut command = cargo();
+        command.args(["build", "--quiet", "--workspace", "--bins", "--tests", "--examples"]);
+        command.arg("--message-format=json-render-diagnostics");
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = command.spawn().context("Cannot run cargo")?;
+        let mut built = Built::default();
+        for line in child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines()) {
+            let message: Value = serde_json::from_str(&line?).unwrap_or_default();
+            built.add(&message);
+        }
+        if !child.wait()?.success() {
+            bail!("The tests do not build");
+        }
+        built.tests.sort_by(|a, b| (&a.folder, &a.target).cmp(&(&b.folder, &b.target)));
+        Ok(built)
+    }
+
+    /// Returns jobs of the tests that `package/program/prefix` names: those whose names begin with
+    /// the prefix, or all of the program. They run one test at a time, with VMs or without.
+    pub fn jobs_of(&self, name: &str) -> Vec<Job> {
+        let mut parts = name.splitn(3, '/');
+        let (package, target) = (parts.next(), parts.next());
+        let prefix = parts.next().unwrap_or_default();
+        let programs = self.tests.iter().filter(|program| {
+            (Some(program.package.as_str()), Some(program.target.as_str())) == (package, target)
+        });
+        programs.filter_map(|program| program.job_of(name, prefix, &self.programs)).collect()
+    }
+
     /// Adds the program of one of cargo's messages, if the message reports a program.
     fn add(&mut self, message: &Value) {
         let Some(executable) = message["executable"].as_str().map(PathBuf::from) else { return };
@@ -140,6 +152,15 @@ impl TestProgram {
             };
             jobs.push(job);
         }
+    }
+
+    /// Returns a job of the tests whose names begin with `prefix`, if there are any.
+    fn job_of(&self, title: &str, prefix: &str, programs: &Path) -> Option<Job> {
+        let tests = self.list(&[]);
+        let tests: Vec<_> = tests.iter().filter(|test| test.starts_with(prefix)).collect();
+        let args = ["--include-ignored", "--test-threads=1", "--exact"].into_iter();
+        let args: Vec<_> = args.chain(tests.iter().map(|test| test.as_str())).collect();
+        (!tests.is_empty()).then(|| Job::new(title, self.command(programs, &args)))
     }
 
     fn command(&self, programs: &Path, args: &[&str]) -> Command {
