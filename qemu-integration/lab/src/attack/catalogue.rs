@@ -2,7 +2,7 @@
 
 use super::Attack;
 
-/// All attacks: those of a VM or its process, of a program, of a taken-over process of Tessera's, of
+/// All attacks: those of a VM or its process, of a program, of a taken-over process of Tessera, of
 /// other users of the host.
 pub(super) const ATTACKS: &[Attack] = &[
     Attack {
