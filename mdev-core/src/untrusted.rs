@@ -4,11 +4,15 @@
 //! * [`read_start`] reads such a file, and files of `/proc` and `/sys`, up to a limit;
 //!   [`read_end`] reads the end; [`read_whole`] and [`read_text`] refuse a file beyond the limit;
 //!   [`any_line`] looks through a table of any length
+//! * [`Aside`] reads what may never be there, such as a process's command line
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 /// Limit for a file with one value or one name, in bytes: `comm`, `vendor`, a process ID.
 pub const VALUE: usize = 4 << 10;
@@ -88,6 +92,48 @@ pub fn any_line(path: &Path, mut has: impl FnMut(&str) -> bool) -> io::Result<bo
             return Ok(true);
         }
         is_begin = is_end;
+    }
+}
+
+/// Threads for reads that may wait for ever, up to a number.
+///
+/// The kernel reads a process's command line, environment and maps with a lock of its memory. A
+/// process holds that lock for as long as it likes where it maps a file of a file system in user
+/// space (FUSE) whose server does not answer.
+#[derive(Debug)]
+pub struct Aside {
+    waiting: Arc<AtomicUsize>,
+    max: usize,
+}
+
+impl Aside {
+    /// Creates room for `max` threads at a time.
+    #[must_use]
+    pub fn new(max: usize) -> Self {
+        Self { waiting: Arc::default(), max }
+    }
+
+    /// Runs `read` on a thread of its own, and does not wait for it. Returns false if it does not
+    /// run: as many threads wait already, or there are no more.
+    pub fn run(&self, read: impl FnOnce() + Send + 'static) -> bool {
+        /// A thread's place, which ends with the thread.
+        struct Place(Arc<AtomicUsize>);
+        impl Drop for Place {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+        let is_free = |waiting: usize| (waiting < self.max).then_some(waiting + 1);
+        if self.waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_free).is_err() {
+            return false;
+        }
+        let place = Place(Arc::clone(&self.waiting));
+        let thread = thread::Builder::new().name("aside".into());
+        let body = move || {
+            let _place = place;
+            read();
+        };
+        thread.spawn(body).is_ok()
     }
 }
 
@@ -214,5 +260,22 @@ mod tests {
         assert!(!found.unwrap());
         assert_eq!(lines, ["first", &long, "last"]);
         assert!(any_line(&path, |line| line == "last").unwrap());
+    }
+
+    #[test]
+    fn reads_that_wait_for_ever_take_a_bounded_number_of_threads() {
+        let aside = Aside::new(2);
+        let (stop, stopped) = std::sync::mpsc::channel::<()>();
+        let stopped = Arc::new(std::sync::Mutex::new(stopped));
+        let wait = || {
+            let stopped = Arc::clone(&stopped);
+            move || assert!(stopped.lock().unwrap().recv().is_err())
+        };
+        assert!(aside.run(wait()) && aside.run(wait()));
+        assert!(!aside.run(|| {}), "two wait");
+        drop(stop);
+        while !aside.run(|| {}) {
+            thread::yield_now();
+        }
     }
 }

@@ -139,7 +139,8 @@ impl VmSpec {
         // With AMD's CPUs the memory space ends at 1012 GiB; SeaBIOS puts the ports' windows beyond
         // that.
         add(&["-cpu", &format!("{},vendor=GenuineIntel", self.cpu)]);
-        add(&["-smp", &self.cpus.to_string()]);
+        // The firmware's MP table, which kernels without ACPI read, has one CPU for each socket.
+        add(&["-smp", &format!("{0},sockets={0}", self.cpus)]);
         if self.virtual_time {
             // 16 ns per instruction.
             add(&["-icount", "shift=4,sleep=off"]);

@@ -4,11 +4,17 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
-use mdev_core::untrusted::{self, TABLE};
+use mdev_core::untrusted::{self, Aside, TABLE};
 
 /// Largest part of a command line that is read, in bytes. libvirt's for a large VM have a tenth.
 const MAX_COMMAND_LINE: usize = 128 << 10;
+
+/// Wait for a command line, and number of those that may be late: a process can withhold its own.
+const PATIENCE: Duration = Duration::from_millis(200);
+const MAX_LATE: usize = 8;
 
 /// A host's files below a root directory, which is `/` except in tests.
 #[derive(Clone, Debug)]
@@ -18,6 +24,7 @@ pub struct HostFiles {
     pub uid: u32,
     /// Group ids of the caller.
     pub gids: BTreeSet<u32>,
+    aside: Arc<Aside>,
 }
 
 /// A process.
@@ -35,7 +42,8 @@ impl HostFiles {
         let mut gids: BTreeSet<u32> =
             nix::unistd::getgroups().unwrap_or_default().iter().map(|gid| gid.as_raw()).collect();
         gids.insert(nix::unistd::getegid().as_raw());
-        Self { root, uid: nix::unistd::geteuid().as_raw(), gids }
+        let aside = Arc::new(Aside::new(MAX_LATE));
+        Self { root, uid: nix::unistd::geteuid().as_raw(), gids, aside }
     }
 
     /// Returns the root directory.
@@ -55,12 +63,7 @@ impl HostFiles {
 
     /// Returns the text of a file, if the file can be read; of a long one, the first MiB.
     pub fn read(&self, path: &str) -> Option<String> {
-        self.read_start(path, TABLE)
-    }
-
-    fn read_start(&self, path: &str, max: usize) -> Option<String> {
-        let bytes = untrusted::read_start(&self.path(path), max).ok()?;
-        Some(String::from_utf8_lossy(&bytes).into_owned())
+        read_start(&self.path(path), TABLE)
     }
 
     /// Returns the names in a directory in ascending order; none if the directory cannot be listed.
@@ -90,11 +93,14 @@ impl HostFiles {
     }
 
     /// Returns the processes one after the other: users of the host can make all command lines
-    /// together as long as they like.
+    /// together as long as they like. Processes that withhold theirs are left out.
     pub fn processes(&self) -> impl Iterator<Item = Process> {
         let numbers = self.names("proc").into_iter().filter_map(|name| name.parse::<u32>().ok());
         let process = |pid| {
-            let line = self.read_start(&format!("proc/{pid}/cmdline"), MAX_COMMAND_LINE)?;
+            let path = self.path(&format!("proc/{pid}/cmdline"));
+            let (sender, line) = mpsc::channel();
+            self.aside.run(move || drop(sender.send(read_start(&path, MAX_COMMAND_LINE))));
+            let line = line.recv_timeout(PATIENCE).ok()??;
             let args = line.split('\0').map(str::to_owned).filter(|arg| !arg.is_empty()).collect();
             Some(Process { pid, args })
         };
@@ -108,6 +114,11 @@ impl HostFiles {
         let line = limits.lines().find_map(|line| line.strip_prefix(name))?;
         Some(line.split_whitespace().nth(1)?.to_owned())
     }
+}
+
+fn read_start(path: &Path, max: usize) -> Option<String> {
+    let bytes = untrusted::read_start(path, max).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Returns the number that follows a name in a file of /proc.

@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
-use mdev_core::untrusted::{VALUE, any_line, one_line, read_start, read_text};
+use mdev_core::untrusted::{Aside, VALUE, any_line, one_line, read_start, read_text};
 use nix::unistd::{Uid, User};
+use tokio::sync::oneshot;
 
 use super::Service;
 use crate::manager::Result;
@@ -18,6 +19,9 @@ use vgpud_api::{AttachedClient, ErrorCode, ErrorDetail};
 
 /// Wait for the name of a VM.
 const NAME_PATIENCE: Duration = Duration::from_millis(20);
+
+/// Number of names that may be late at a time.
+const MAX_LATE: usize = 8;
 
 /// Longest name of a process, user or VM in a description, in characters.
 const MAX_NAME: usize = 64;
@@ -50,7 +54,8 @@ impl Service {
         let error = match blocking::run(move || worker_client::status(&control)).await? {
             Ok(WorkerStatus { client: None, .. }) => return Ok(()),
             Ok(WorkerStatus { client: Some(vm), .. }) => {
-                let user = blocking::run(move || describe(vm)).await?;
+                let name = self.names.of(id, vm.pid).await;
+                let user = blocking::run(move || describe(vm, name)).await?;
                 ErrorDetail::new(
                     ErrorCode::InUse,
                     format!("vGPU {id} is used by {user}; shut that VM down first, or use --force"),
@@ -70,27 +75,36 @@ fn use_unknown(id: VgpuId, error: &io::Error) -> ErrorDetail {
 }
 
 /// Describes a VM: `process 815 (qemu-system-x86) of user libvirt-qemu, VM "web1"`
-fn describe(vm: AttachedClient) -> String {
+fn describe(vm: AttachedClient, name: Option<String>) -> String {
     let AttachedClient { pid, uid } = vm;
     let command = read_text(Path::new(&format!("/proc/{pid}/comm")), VALUE);
     let command =
         command.map(|name| format!(" ({})", escaped(name.trim_end()))).unwrap_or_default();
     let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
     let user = user.map_or_else(|| uid.to_string(), |user| escaped(&user.name));
-    let name = read_name(pid).map(|name| format!(", VM \"{name}\"")).unwrap_or_default();
+    let name = name.map(|name| format!(", VM \"{name}\"")).unwrap_or_default();
     format!("process {pid}{command} of user {user}{name}")
 }
 
 /// Names of the VMs that use vGPUs.
 ///
-/// The kernel reads a process's command line with a lock of its memory, which a VM holds while much
-/// of its memory is unmapped. Each name is therefore read once, aside, and an answer that is late
-/// goes without it.
-#[derive(Debug, Default)]
-pub(super) struct VmNames(Mutex<HashMap<VgpuId, (i32, LateName)>>);
+/// A VM can withhold its command line for as long as it likes, and is another process with each
+/// connection. Each name is therefore read once, [`Aside`], and no second one of a vGPU while the
+/// first is late. An answer goes without a name that is late.
+#[derive(Debug)]
+pub(super) struct VmNames {
+    names: Mutex<HashMap<VgpuId, (i32, LateName)>>,
+    aside: Aside,
+}
 
 /// Name of a VM, once it was read.
 type LateName = Arc<OnceLock<Option<String>>>;
+
+impl Default for VmNames {
+    fn default() -> Self {
+        Self { names: Mutex::default(), aside: Aside::new(MAX_LATE) }
+    }
+}
 
 impl VmNames {
     /// Returns the name of the VM in process `pid`, which uses `vgpu`.
@@ -104,30 +118,43 @@ impl VmNames {
         pid: i32,
         read: impl FnOnce() -> Option<String> + Send + 'static,
     ) -> Option<String> {
-        let (name, is_new) = self.entry(vgpu, pid);
-        if is_new {
-            let target = Arc::clone(&name);
-            let reading = blocking::run(move || drop(target.set(read())));
+        let (name, finished) = self.entry(vgpu, pid, read)?;
+        if let Some(finished) = finished {
             // What is late is there for the next answer.
-            let _ = tokio::time::timeout(NAME_PATIENCE, reading).await;
+            let _ = tokio::time::timeout(NAME_PATIENCE, finished).await;
         }
         name.get().cloned().flatten()
     }
 
-    /// Returns the name of a VM, and whether it has to be read.
-    fn entry(&self, vgpu: VgpuId, pid: i32) -> (LateName, bool) {
-        let mut names = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, name)) = names.get(&vgpu).filter(|(of, _)| *of == pid) {
-            return (Arc::clone(name), false);
+    /// Returns the name of a VM. If it has to be read, that begins, and the receiver is told the
+    /// end. Returns nothing if too much is late.
+    fn entry(
+        &self,
+        vgpu: VgpuId,
+        pid: i32,
+        read: impl FnOnce() -> Option<String> + Send + 'static,
+    ) -> Option<(LateName, Option<oneshot::Receiver<()>>)> {
+        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        match names.get(&vgpu) {
+            Some((of, name)) if *of == pid => return Some((Arc::clone(name), None)),
+            Some((_, name)) if name.get().is_none() => return None,
+            _ => {}
         }
-        let name = LateName::default();
-        names.insert(vgpu, (pid, Arc::clone(&name)));
-        (name, true)
+        let (name, (sender, finished)) = (LateName::default(), oneshot::channel());
+        let target = Arc::clone(&name);
+        let is_read = self.aside.run(move || {
+            let _ = target.set(read());
+            let _ = sender.send(());
+        });
+        is_read.then(|| {
+            names.insert(vgpu, (pid, Arc::clone(&name)));
+            (name, Some(finished))
+        })
     }
 
     /// Forgets the VMs of other vGPUs than these.
     pub fn retain(&self, vgpus: &[VgpuId]) {
-        let mut names = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
         names.retain(|vgpu, _| vgpus.contains(vgpu));
     }
 }
@@ -235,6 +262,8 @@ mod tests {
             let begun = std::time::Instant::now();
             assert_eq!(names.read_once(vgpu, 7, late).await, None);
             assert_eq!(names.read_once(vgpu, 7, || panic!("read again")).await, None);
+            let another = names.read_once(vgpu, 8, || panic!("another one is late")).await;
+            assert_eq!(another, None);
             assert!(begun.elapsed() < LATE, "{:?}", begun.elapsed());
             tokio::time::sleep(LATE * 2).await;
             let known = names.read_once(vgpu, 7, || panic!("read again")).await;
@@ -243,17 +272,17 @@ mod tests {
             let next = names.read_once(vgpu, 8, || Some("web2".to_owned())).await;
             assert_eq!(next.as_deref(), Some("web2"));
             names.retain(&[]);
-            assert!(names.entry(vgpu, 8).1, "forgotten");
+            assert!(matches!(names.entry(vgpu, 8, || None), Some((_, Some(_)))), "forgotten");
         });
     }
 
     #[test]
     fn description_names_process_command_and_user() {
         let pid = std::process::id().cast_signed();
-        let text = describe(AttachedClient { pid, uid: 0 });
+        let text = describe(AttachedClient { pid, uid: 0 }, Some("web1".to_owned()));
         assert!(text.starts_with(&format!("process {pid} (")), "{text}");
-        assert!(text.ends_with(") of user root"), "{text}");
-        let gone = describe(AttachedClient { pid: i32::MAX, uid: 3_999_999_999 });
+        assert!(text.ends_with(") of user root, VM \"web1\""), "{text}");
+        let gone = describe(AttachedClient { pid: i32::MAX, uid: 3_999_999_999 }, None);
         assert_eq!(gone, "process 2147483647 of user 3999999999");
         assert_eq!(escaped("a\u{1b}[2J\"b"), "a\\u{1b}[2J\\\"b");
     }
