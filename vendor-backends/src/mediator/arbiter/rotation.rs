@@ -166,7 +166,11 @@ impl Rotation {
     }
 
     /// Charges what a context has used since the last look.
-    fn look(&mut self, index: usize, seen: Seen) {
+    fn look(&mut self, index: usize, mut seen: Seen) {
+        if seen.ended > self.last_number {
+            // No turn that was given: it would end all later ones before they begin.
+            seen.ended = 0;
+        }
         let is_alone =
             self.current.is_some_and(|turn| turn.seat == index && turn.length_ns == ENDLESS);
         let seat = &mut self.seats[index];

@@ -329,6 +329,21 @@ fn a_context_that_comes_back_at_once_gains_nothing() {
     assert!(parts[1] < 53.0, "{parts:?}");
 }
 
+#[test]
+fn a_context_cannot_end_turns_that_were_not_given() {
+    let mut gpu = Gpu::new(vec![(Sim::busy(), 2 * MS), (Sim::busy(), 2 * MS)]);
+    gpu.run(20 * MS);
+    let before = gpu.used()[1];
+    // Its threads are stopped, and its page says: work, not active, all turns have ended.
+    gpu.contexts[0].is_asleep_until = u64::MAX;
+    for (word, value) in [(64, 1), (72, 0), (96, u64::MAX)] {
+        gpu.contexts[0].memory.store_u64(word, value).unwrap();
+    }
+    gpu.run(500 * MS);
+    let used = gpu.used()[1] - before;
+    assert!(used > 250 * MS, "{} ms of 500", used / MS);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
