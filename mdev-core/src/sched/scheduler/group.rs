@@ -53,9 +53,9 @@ impl Group {
         }
     }
 
-    /// Returns true if the vGPU has competed for so long that it is likely to go on.
+    /// Returns true if a vGPU that competes has done so for so long that it is likely to go on.
     pub(super) fn competes_lastingly(&self) -> bool {
-        self.demand == Demand::Competing && self.competed_ns >= SETTLED_NS
+        self.competed_ns >= SETTLED_NS
     }
 
     /// Notes the demand that an interval of `elapsed_ns` showed. Returns true if that changes the
