@@ -193,13 +193,9 @@ impl Signals {
 
 /// Creates the control socket, for this user and a group.
 fn listen_api(path: &Path, group: Option<&Group>) -> anyhow::Result<UnixListener> {
-    let listen = || {
-        let listener = sockets::bind(path)?;
-        sockets::share(path, group.map(|group| group.gid))?;
-        listener.set_nonblocking(true)?;
-        UnixListener::from_std(listener)
-    };
-    listen().with_context(|| format!("Cannot listen on {}", path.display()))
+    sockets::listen_for_group(path, group.map(|group| group.gid))
+        .and_then(UnixListener::from_std)
+        .with_context(|| format!("Cannot listen on {}", path.display()))
 }
 
 /// Listens for browsers. A port that another program has is tried again later: it must not keep

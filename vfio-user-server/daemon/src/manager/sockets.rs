@@ -10,7 +10,7 @@
 
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -19,6 +19,7 @@ use foreign_fds::ForeignSocket;
 use ipc::seqpacket::SeqPacketListener;
 use mdev_core::definition::{Attrs, Definition, Owner};
 use mdev_core::ids::VgpuId;
+use nix::sys::socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAddr};
 
 use super::Result;
 use super::run_dir::RunDir;
@@ -145,12 +146,29 @@ pub fn listen(
 
 /// Listens at a path and replaces a file there, which an earlier holder of the run directory's lock
 /// left.
-pub fn bind(path: &Path) -> io::Result<UnixListener> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    remove_earlier(path)?;
     UnixListener::bind(path)
+}
+
+/// Listens at a path for this user and, if given, a group, and replaces a file there. The socket
+/// has its group and mode before it accepts connections. A program that tries early is refused as
+/// if nothing listened, and not as a user who lacks the permission.
+pub fn listen_for_group(path: &Path, group: Option<u32>) -> io::Result<UnixListener> {
+    remove_earlier(path)?;
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket::socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    socket::bind(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    share(path, group)?;
+    socket::listen(&socket, Backlog::MAXCONN)?;
+    Ok(socket.into())
+}
+
+fn remove_earlier(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// Links a socket into a folder. A container that has the folder sees each later socket of this
@@ -158,14 +176,12 @@ pub fn bind(path: &Path) -> io::Result<UnixListener> {
 fn link_into(folder: &Path, socket: &Path) -> io::Result<()> {
     let Some(name) = socket.file_name() else { return Err(io::ErrorKind::InvalidInput.into()) };
     let link = folder.join(name);
-    match fs::remove_file(&link) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => fs::hard_link(socket, link),
-    }
+    remove_earlier(&link)?;
+    fs::hard_link(socket, link)
 }
 
 /// Restricts a socket to this user and, if given, a group.
-pub fn share(path: &Path, group: Option<u32>) -> io::Result<()> {
+fn share(path: &Path, group: Option<u32>) -> io::Result<()> {
     // The owner changes before the mode, so that no other group has access in between.
     if let Some(gid) = group {
         chown(path, None, Some(gid))?;
@@ -205,6 +221,25 @@ mod tests {
         drop(sockets);
         let _again = listen(&run_dir, vgpu, own, true).unwrap();
         UnixStream::connect(clients.join("vfio.sock")).unwrap();
+    }
+
+    #[test]
+    fn a_socket_that_accepts_has_its_group_and_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        for _ in 0..100 {
+            let connected = std::thread::spawn({
+                let path = path.clone();
+                move || {
+                    while UnixStream::connect(&path).is_err() {}
+                    mode(&path)
+                }
+            });
+            let listener = listen_for_group(&path, Some(Account::own().gid)).unwrap();
+            assert_eq!(connected.join().unwrap(), 0o660);
+            drop(listener);
+            fs::remove_file(&path).unwrap();
+        }
     }
 
     #[test]
