@@ -226,19 +226,20 @@ mod tests {
     #[test]
     fn a_socket_that_accepts_has_its_group_and_mode() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("socket");
-        for _ in 0..100 {
-            let connected = std::thread::spawn({
-                let path = path.clone();
-                move || {
+        let tries = std::sync::Barrier::new(2);
+        for name in 0..500 {
+            let path = dir.path().join(name.to_string());
+            let mode = std::thread::scope(|scope| {
+                let connected = scope.spawn(|| {
+                    tries.wait();
                     while UnixStream::connect(&path).is_err() {}
                     mode(&path)
-                }
+                });
+                tries.wait();
+                let _listener = listen_for_group(&path, Some(Account::own().gid)).unwrap();
+                connected.join().unwrap()
             });
-            let listener = listen_for_group(&path, Some(Account::own().gid)).unwrap();
-            assert_eq!(connected.join().unwrap(), 0o660);
-            drop(listener);
-            fs::remove_file(&path).unwrap();
+            assert_eq!(mode, 0o660);
         }
     }
 
