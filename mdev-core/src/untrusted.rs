@@ -146,8 +146,8 @@ fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Returns a text as one line without control characters, which are escaped, of at most `max`
-/// characters.
+/// Returns a text as one line of at most `max` characters. What is not visible, moves the cursor or
+/// changes the direction of the text is escaped.
 #[must_use]
 pub fn one_line(text: &str, max: usize) -> String {
     let mut line = String::with_capacity(text.len().min(max));
@@ -156,10 +156,10 @@ pub fn one_line(text: &str, max: usize) -> String {
             line.push('…');
             break;
         }
-        if is_control(character) {
-            line.extend(character.escape_default());
-        } else {
+        if is_shown(character) {
             line.push(character);
+        } else {
+            line.extend(character.escape_default());
         }
     }
     line
@@ -168,23 +168,107 @@ pub fn one_line(text: &str, max: usize) -> String {
 /// Returns whether [`one_line`] would change a text that is short enough.
 #[must_use]
 pub fn has_control(text: &str) -> bool {
-    text.chars().any(is_control)
+    !text.chars().all(is_shown)
 }
 
-/// Returns whether a character moves the cursor, ends the line or changes the direction of the
-/// text.
-fn is_control(character: char) -> bool {
-    character.is_control()
-        || matches!(character,
-            '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+/// Returns whether a character is shown, and does nothing else.
+///
+/// Control characters move the cursor, others end the line or change the direction of the text.
+/// Characters that are not visible make a text look like another one, and can hide a third.
+fn is_shown(character: char) -> bool {
+    matches!(character, ' '..='~')
+        || (!character.is_ascii() && is_printable(character) && !is_invisible(character))
+}
+
+/// Returns whether a character beyond ASCII is printable by the standard library's tables of
+/// Unicode. Format and control characters, separators, private use and what Unicode has not
+/// assigned are not.
+fn is_printable(character: char) -> bool {
+    // A mark is shown with the letter before it.
+    let mut text = [b'x', 0, 0, 0, 0];
+    let len = 1 + character.encode_utf8(&mut text[1..]).len();
+    str::from_utf8(&text[..len]).is_ok_and(|text| text.escape_debug().eq(text.chars()))
+}
+
+/// Returns whether a letter or a mark is not visible: one that fills a Hangul syllable, or selects
+/// a form of the letter before it. Unicode's property `Default_Ignorable_Code_Point` consists of
+/// these and of characters that are not printable.
+fn is_invisible(character: char) -> bool {
+    matches!(character,
+        '\u{34f}' | '\u{115f}' | '\u{1160}' | '\u{17b4}' | '\u{17b5}' | '\u{180b}'..='\u{180f}'
+        | '\u{3164}' | '\u{fe00}'..='\u{fe0f}' | '\u{ffa0}' | '\u{e0100}'..='\u{e01ef}')
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::ops::RangeInclusive;
     use std::process::{Command, Stdio};
 
+    use proptest::prelude::*;
+
     use super::*;
+
+    /// Unicode's property `Default_Ignorable_Code_Point`, and what else must not reach a terminal:
+    /// control characters, separators, annotations, private use, and what is no character.
+    const NOT_SHOWN: [RangeInclusive<char>; 23] = [
+        '\0'..='\u{1f}',
+        '\u{7f}'..='\u{a0}',
+        '\u{ad}'..='\u{ad}',
+        '\u{34f}'..='\u{34f}',
+        '\u{61c}'..='\u{61c}',
+        '\u{115f}'..='\u{1160}',
+        '\u{17b4}'..='\u{17b5}',
+        '\u{180b}'..='\u{180f}',
+        '\u{200b}'..='\u{200f}',
+        '\u{2028}'..='\u{202e}',
+        '\u{2060}'..='\u{206f}',
+        '\u{3164}'..='\u{3164}',
+        '\u{e000}'..='\u{f8ff}',
+        '\u{fe00}'..='\u{fe0f}',
+        '\u{feff}'..='\u{feff}',
+        '\u{ffa0}'..='\u{ffa0}',
+        '\u{fff0}'..='\u{fffb}',
+        '\u{fffe}'..='\u{ffff}',
+        '\u{110bd}'..='\u{110bd}',
+        '\u{1bca0}'..='\u{1bca3}',
+        '\u{1d173}'..='\u{1d17a}',
+        '\u{e0000}'..='\u{e0fff}',
+        '\u{f0000}'..='\u{10ffff}',
+    ];
+
+    fn not_shown() -> impl Iterator<Item = char> {
+        NOT_SHOWN.into_iter().flatten()
+    }
+
+    #[test]
+    fn characters_that_are_not_visible_are_escaped() {
+        for character in not_shown() {
+            let line = one_line(&format!("a{character}b"), 100);
+            assert!(line.is_ascii() && line.len() > 3, "{line}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_line_has_what_is_visible_only(
+            parts in prop::collection::vec(prop_oneof![
+                any::<String>(),
+                prop::sample::select(not_shown().collect::<Vec<_>>()).prop_map(String::from),
+            ], 0..8),
+            max in 0..40_usize,
+        ) {
+            let text = parts.concat();
+            let line = one_line(&text, usize::MAX);
+            let is_shown = |c| !NOT_SHOWN.iter().any(|range| range.contains(&c));
+            prop_assert!(line.chars().all(is_shown), "{line:?}");
+            prop_assert_eq!(has_control(&text), line != text);
+            prop_assert_eq!(&one_line(&line, usize::MAX), &line, "escaped once more");
+            let kept: String = text.chars().take(max).collect();
+            let rest = if text == kept { "" } else { "…" };
+            prop_assert_eq!(one_line(&text, max), one_line(&kept, max) + rest);
+        }
+    }
 
     #[test]
     fn control_characters_are_shown_and_length_is_bounded() {
@@ -192,6 +276,12 @@ mod tests {
             ("plain text, grüße", "plain text, grüße"),
             ("\u{1b}[2Ja\nb\tc\u{9b}", "\\u{1b}[2Ja\\nb\\tc\\u{9b}"),
             ("a\u{202e}b\u{2028}\u{61c}", "a\\u{202e}b\\u{2028}\\u{61c}"),
+            ("ad\u{200b}min\u{feff}", "ad\\u{200b}min\\u{feff}"),
+            ("vm1\u{e0041}\u{fe0f}", "vm1\\u{e0041}\\u{fe0f}"),
+            // Quotes, and marks that combine with letters, as in Hindi and in what Macs write.
+            ("it's \"a\\b\"", "it's \"a\\b\""),
+            ("not UTF-8: \u{fffd}", "not UTF-8: \u{fffd}"),
+            ("gru\u{308}ße, हिन्दी, ไม่, 東京 🙂", "gru\u{308}ße, हिन्दी, ไม่, 東京 🙂"),
         ] {
             assert_eq!(one_line(text, 100), line);
             assert_eq!(has_control(text), text != line);
