@@ -67,8 +67,7 @@ fn main() -> Result<()> {
     let bytes = args.mib * MIB;
     let file = write_file(tempfile::tempfile_in("/dev/shm")?, bytes)?;
     let memory = SharedMemory::new(c"staging", STAGING)?;
-    let staging_file = File::from(memory.fd.as_fd().try_clone_to_owned()?);
-    let staging = Staging::map(&staging_file, STAGING)?;
+    let staging = Staging::new(File::from(memory.fd.as_fd().try_clone_to_owned()?), STAGING)?;
     let vgpu = IndexedVgpu::find(&file, 0)?;
     // What is read is the last contents of staging memory.
     memory.mapping.write(0, &vec![1; STAGING as usize]).context("staging memory")?;

@@ -66,6 +66,17 @@ bitflags! {
     }
 }
 
+impl GpuCapabilities {
+    /// Returns whether video memory is saved and restored through staging memory
+    /// ([`Saving::stages_memory`]), because no process can map it.
+    ///
+    /// [`Saving::stages_memory`]: super::Saving::stages_memory
+    #[must_use]
+    pub fn stages_memory(self) -> bool {
+        self.contains(Self::SAVE) && !self.contains(Self::VRAM_APERTURE)
+    }
+}
+
 /// Description of a physical GPU by its backend.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuDescription {

@@ -48,7 +48,7 @@ impl Vgpu {
         let engines = Engines::start(&rm, Duration::from_micros(400));
         client.pause()?;
         let aperture = client.staging()?;
-        let staging = Staging::map(&File::from(aperture.fd), aperture.len)?;
+        let staging = Staging::new(File::from(aperture.fd), aperture.len)?;
         Ok(Self { rm, _gpu: gpu, client: Mutex::new(client), _engines: engines, staging })
     }
 

@@ -14,5 +14,6 @@ mod memory;
 mod previous_client;
 mod sandbox;
 mod system_calls;
+mod taken_over;
 mod waiting;
 mod worker_users;

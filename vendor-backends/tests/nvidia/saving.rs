@@ -51,7 +51,9 @@ impl Host {
         rm.set_clock(1_000_000_000);
         let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, SAVED).unwrap();
         let spec = spec(VRAM);
-        let client = try_client(&rm, &mut gpu, &spec).unwrap();
+        let mut client = try_client(&rm, &mut gpu, &spec).unwrap();
+        let staged = gpu.describe().capabilities.stages_memory();
+        assert!(staged && client.saving().unwrap().stages_memory(), "the manager knows it as well");
         let engines = Some(Engines::start(&rm, KERNEL));
         Self { rm, gpu, vgpu: spec.vgpu, client, engines }
     }

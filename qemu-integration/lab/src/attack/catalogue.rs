@@ -119,6 +119,7 @@ pub(super) const ATTACKS: &[Attack] = &[
         tests: &[
             "system-tests/security/sandbox",
             "system-tests/security/system_calls",
+            "system-tests/security/taken_over",
             "system-tests/security/worker_users",
             "system-tests/security/cgroups",
             "vendor-backends/nvidia/hostile_worker",

@@ -105,7 +105,7 @@ impl Parent {
     }
 
     /// Returns the GPU's capabilities when it was last connected.
-    fn capabilities(&self) -> GpuCapabilities {
+    pub fn capabilities(&self) -> GpuCapabilities {
         self.description.as_ref().map_or(GpuCapabilities::empty(), |gpu| gpu.capabilities)
     }
 

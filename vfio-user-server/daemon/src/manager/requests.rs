@@ -78,6 +78,8 @@ pub struct Saveable {
     pub mdev_type: String,
     /// Length of the video memory in bytes.
     pub vram_bytes: u64,
+    /// Whether video memory is copied through staging memory: the GPU decides, not the worker.
+    pub staged: bool,
 }
 
 /// What an upgrade of a running vGPU's worker needs.

@@ -12,7 +12,7 @@ use mdev_core::ids::{GuestPa, VgpuId};
 use mdev_core::stream::{Head, IndexedVgpu, Part, StagedWriter, StreamError, StreamReader};
 use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, RestoredVgpu};
 
-use super::saving::cannot;
+use super::saving::{cannot, check_staged};
 use crate::guest_pieces;
 use crate::manager::{Result, Saveable};
 use crate::staged_memory::{self, Staging};
@@ -152,6 +152,7 @@ impl<'a> Filling<'a> {
         let refused = |error| cannot("restored", &error);
         let state = file_of(c"vgpu-state", state).map_err(refused)?;
         let (restored, memory) = worker_client::restore(control, state.as_fd()).map_err(refused)?;
+        check_staged(saveable, restored.memory).map_err(refused)?;
         let config = restored.config.into_iter().map(ConfigWrite::from).collect();
         let (file, range) = (File::from(memory), restored.memory);
         let memory = if range.staged {
@@ -180,7 +181,8 @@ impl<'a> Filling<'a> {
         let refused = |error: io::Error| cannot("restored", &error);
         self.flush_guest().map_err(refused)?;
         let Memory::Staged(staged) = &self.memory else { return Ok(()) };
-        let staging = Staging::map(&staged.file, staged.len).map_err(refused)?;
+        let staging_file = staged.file.try_clone().map_err(refused)?;
+        let staging = Staging::new(staging_file, staged.len).map_err(refused)?;
         let copy = |copy| staged.copier.copy(copy);
         let threads = staged_memory::threads();
         staged_memory::fill::fill(file, &vgpu.memory, &staging, threads, copy).map_err(invalid)

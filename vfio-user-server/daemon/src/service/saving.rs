@@ -23,7 +23,7 @@ use vgpud_api::{
 use vgpud_host::body::{BodyReader, body_writer};
 
 use super::{Service, restoring};
-use crate::manager::Result;
+use crate::manager::{Result, Saveable};
 use crate::staged_memory::{self, Staging};
 use crate::worker_client::{self, SavedWorker, StagedCopier, Written};
 use crate::worker_protocol::MemoryRange;
@@ -117,6 +117,7 @@ impl Service {
             let refused = |error| cannot("saved", &error);
             worker_client::pause(&saveable.control).map_err(refused)?;
             let saved = worker_client::save(&saveable.control).and_then(|saved| {
+                check_staged(&saveable, saved.range)?;
                 let first = request.written.then(|| worker_client::written(&saveable.control, 0));
                 Ok((saved, first.transpose()?))
             });
@@ -247,6 +248,17 @@ fn check(control: &Path, id: VgpuId) -> Result<()> {
     Ok(())
 }
 
+/// Refuses staging memory from a worker on a GPU that has none: a worker that was compromised can
+/// call any file so.
+pub(super) fn check_staged(saveable: &Saveable, range: MemoryRange) -> io::Result<()> {
+    if range.staged && !saveable.staged {
+        return Err(io::Error::other(
+            "The worker passes staging memory, which its GPU does not have; it may have been taken over",
+        ));
+    }
+    Ok(())
+}
+
 fn resume(control: &Path, id: VgpuId) {
     if let Err(error) = worker_client::resume(control) {
         log::error!("vGPU {id} stays paused: {error}");
@@ -278,7 +290,7 @@ fn write(
     let MemoryRange { offset, len, staged } = saved.range;
     let memory = File::from(saved.memory);
     if staged {
-        let staging = Staging::map(&memory, len)?;
+        let staging = Staging::new(memory, len)?;
         let copier = StagedCopier::connect(control)?;
         let copy = |copy| copier.copy(copy);
         let write = |chunk: &MemoryChunk| stream.memory_chunk(chunk);

@@ -9,7 +9,7 @@ use mdev_core::gpu::StagedCopy;
 use mdev_core::stream::{ChunkPlace, StreamError};
 
 use super::slots::Work;
-use super::{BLOCK, SLOTS, Staging};
+use super::{BLOCK, Mapped, SLOTS, Staging};
 
 /// Chunks that are adjacent in video memory and copied together.
 #[derive(Debug)]
@@ -25,7 +25,8 @@ struct Batch {
 ///
 /// # Errors
 ///
-/// Fails if a checksum is wrong, the file cannot be read, or a copy fails.
+/// Fails if staging memory cannot be mapped, a checksum is wrong, the file cannot be read, or a
+/// copy fails.
 pub fn fill(
     file: &File,
     places: &[ChunkPlace],
@@ -33,6 +34,7 @@ pub fn fill(
     threads: usize,
     mut copy: impl FnMut(StagedCopy) -> io::Result<()>,
 ) -> Result<(), StreamError> {
+    let mapped = staging.map()?;
     let (batches, batch_of) = batches(places, staging.slot_bytes);
     let work = Work::new(batches.iter().map(|batch| batch.pieces).collect());
     work.open_batches(SLOTS as usize);
@@ -43,7 +45,7 @@ pub fn fill(
             |index| {
                 let (place, number) = (places[index], batch_of[index]);
                 let at = staging.slot(number) + (place.offset - batches[number].offset);
-                load(file, place, staging, at, &mut block)
+                load(file, place, &mapped, at, &mut block)
             },
         );
     };
@@ -60,7 +62,7 @@ pub fn fill(
             }
             let Batch { offset, len, .. } = *batch;
             let filling = StagedCopy { offset, len, at: staging.slot(number), fills: true };
-            if let Err(error) = staging.check().and_then(|()| copy(filling)) {
+            if let Err(error) = mapped.check().and_then(|()| copy(filling)) {
                 work.fail(error.into());
                 break;
             }
@@ -94,7 +96,7 @@ fn batches(places: &[ChunkPlace], slot_bytes: u64) -> (Vec<Batch>, Vec<usize>) {
 fn load(
     file: &File,
     place: ChunkPlace,
-    staging: &Staging,
+    mapped: &Mapped,
     at: u64,
     block: &mut [u8],
 ) -> Result<(), StreamError> {
@@ -105,7 +107,7 @@ fn load(
         let data = &mut block[..len];
         file.read_exact_at(data, place.at + done as u64)?;
         sum.update(data);
-        let written = staging.memory.write(at + done as u64, data);
+        let written = mapped.0.write(at + done as u64, data);
         written.ok_or(StreamError::Io(io::ErrorKind::InvalidInput.into()))?;
         done += len;
     }

@@ -44,7 +44,7 @@ pub fn read(
                 let offset = index as u64 * chunk;
                 data.resize((bytes - offset).min(chunk) as usize, 0);
                 let at = staging.slot(index / per_batch) + offset % (per_batch as u64 * chunk);
-                staging.memory.read(at, &mut data).ok_or(io::ErrorKind::InvalidInput)?;
+                staging.read(&mut data, at)?;
                 *lock(&chunks[index]) =
                     MemoryChunk::new(offset, data).map_err(|zero| lock(&buffers).push(zero)).ok();
                 Ok(())
@@ -94,7 +94,7 @@ fn copy_all(
         }
         let len = batch_bytes.min(bytes - offset);
         let reading = StagedCopy { offset, len, at: staging.slot(number), fills: false };
-        if let Err(error) = copy(reading).and_then(|()| staging.check()) {
+        if let Err(error) = copy(reading) {
             return work.fail(error);
         }
         work.open_batches(number + 1);

@@ -9,6 +9,7 @@ use std::sync::Mutex;
 use mdev_core::gpu::StagedCopy;
 use mdev_core::stream::{IndexedVgpu, StreamError, StreamWriter};
 use mdev_core::testing::{memory, saved_head};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use proptest::prelude::*;
 
 use super::*;
@@ -30,8 +31,8 @@ impl Gpu {
         Self { staging: memory(STAGING), vram: Mutex::new(vram), copies: Mutex::default() }
     }
 
-    fn map(&self) -> Staging {
-        Staging::map(&self.staging, STAGING).unwrap()
+    fn staging(&self) -> Staging {
+        Staging::new(self.staging.try_clone().unwrap(), STAGING).unwrap()
     }
 
     fn copy(&self, copy: StagedCopy) -> io::Result<()> {
@@ -53,14 +54,14 @@ fn saved(gpu: &Gpu, threads: usize) -> File {
     let mut stream = StreamWriter::new(memory(0), &saved_head(BYTES)).unwrap();
     stream.state(b"state").unwrap();
     let write = |chunk: &_| stream.memory_chunk(chunk);
-    read::read(&gpu.map(), BYTES, threads, |copy| gpu.copy(copy), write).unwrap();
+    read::read(&gpu.staging(), BYTES, threads, |copy| gpu.copy(copy), write).unwrap();
     stream.finish().unwrap()
 }
 
 fn restored(file: &File, threads: usize) -> Result<Gpu, StreamError> {
     let gpu = Gpu::new(vec![0; BYTES as usize]);
     let vgpu = IndexedVgpu::find(file, 0)?;
-    fill::fill(file, &vgpu.memory, &gpu.map(), threads, |copy| gpu.copy(copy))?;
+    fill::fill(file, &vgpu.memory, &gpu.staging(), threads, |copy| gpu.copy(copy))?;
     Ok(gpu)
 }
 
@@ -142,7 +143,7 @@ fn a_copy_that_fails_ends_the_work() {
             *count.borrow_mut() += 1;
             if *count.borrow() == failing { Err(io::Error::other("lost")) } else { gpu.copy(copy) }
         };
-        let error = fill::fill(&file, &vgpu.memory, &gpu.map(), 3, copy).unwrap_err();
+        let error = fill::fill(&file, &vgpu.memory, &gpu.staging(), 3, copy).unwrap_err();
         assert_eq!(error.to_string(), "lost");
         let count = Mutex::new(0);
         let copy = |copy| {
@@ -152,7 +153,7 @@ fn a_copy_that_fails_ends_the_work() {
             }
             gpu.copy(copy)
         };
-        let error = read::read(&gpu.map(), BYTES, 3, copy, |_| Ok(())).unwrap_err();
+        let error = read::read(&gpu.staging(), BYTES, 3, copy, |_| Ok(())).unwrap_err();
         assert_eq!(error.to_string(), "lost");
     }
     let mut written = 0;
@@ -160,7 +161,7 @@ fn a_copy_that_fails_ends_the_work() {
         written += 1;
         if written > 5 { Err(io::ErrorKind::StorageFull.into()) } else { Ok(()) }
     };
-    let error = read::read(&gpu.map(), BYTES, 3, |copy| gpu.copy(copy), write).unwrap_err();
+    let error = read::read(&gpu.staging(), BYTES, 3, |copy| gpu.copy(copy), write).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::StorageFull);
 }
 
@@ -176,17 +177,35 @@ fn staging_memory_that_is_cut_ends_the_work() {
         }
         gpu.copy(copy)
     };
-    let error = fill::fill(&file, &vgpu.memory, &gpu.map(), 3, cut).unwrap_err().to_string();
+    let error = fill::fill(&file, &vgpu.memory, &gpu.staging(), 3, cut).unwrap_err().to_string();
     assert!(error.contains("taken its staging memory away"), "{error}");
     gpu.staging.set_len(STAGING).unwrap();
-    let error = read::read(&gpu.map(), BYTES, 3, cut, |_| Ok(())).unwrap_err().to_string();
+    let error = read::read(&gpu.staging(), BYTES, 3, cut, |_| Ok(())).unwrap_err().to_string();
     assert!(error.contains("taken its staging memory away"), "{error}");
+}
+
+/// A file whose owner makes `mmap` wait must not hold the lock of the manager's address space.
+#[test]
+fn a_save_maps_nothing() {
+    let name = c"not-to-be-mapped";
+    let staging = File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC).unwrap());
+    staging.set_len(STAGING).unwrap();
+    let gpu = Gpu { staging, ..Gpu::new(full()) };
+    let is_mapped = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.contains(name.to_str().unwrap())
+    };
+    let copy = |copy| if is_mapped() { Err(io::Error::other("mapped")) } else { gpu.copy(copy) };
+    let staging = gpu.staging();
+    read::read(&staging, BYTES, 2, copy, |_| Ok(())).unwrap();
+    let _mapped = staging.map().unwrap();
+    assert!(is_mapped());
 }
 
 #[test]
 fn foreign_files_are_refused_as_staging_memory() {
     let mut file = tempfile::tempfile().unwrap();
     file.write_all(&[0; 4096]).unwrap();
-    assert!(foreign_fds::is_memory(file.as_fd()) || Staging::map(&file, STAGING).is_err());
-    assert!(Staging::map(&memory(STAGING), SLOTS * CHUNK - 1).is_err(), "too short");
+    assert!(foreign_fds::is_memory(file.as_fd()) || Staging::new(file, STAGING).is_err());
+    assert!(Staging::new(memory(STAGING), SLOTS * CHUNK - 1).is_err(), "too short");
 }

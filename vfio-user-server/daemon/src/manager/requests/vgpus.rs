@@ -350,10 +350,12 @@ impl Manager {
     /// Returns what a save or restore of a running vGPU needs.
     pub fn saveable(&self, id: VgpuId) -> Result<Saveable> {
         let vgpu = self.with_worker(id)?;
+        let parent = self.parents.of_vgpu(id);
         Ok(Saveable {
             control: self.env.run_dir.worker_socket(id),
             mdev_type: vgpu.definition.mdev_type.clone(),
             vram_bytes: vgpu.profile.vram_bytes,
+            staged: parent.is_some_and(|parent| parent.capabilities().stages_memory()),
         })
     }
 
