@@ -102,3 +102,26 @@ fn no_staging_memory_is_taken_from_a_worker_whose_gpu_has_none() -> Result<()> {
     ensure!(count(&requests, "resume") == 1, "the vGPU stays paused");
     Ok(())
 }
+
+/// Each request costs the manager a thread's time, and no bytes tell it that its client has gone.
+#[test]
+fn guest_memory_without_an_end_ends_a_save() -> Result<()> {
+    let (vgpud, uuid, _vm) = start()?;
+    let more = |request: &Value| {
+        // The test ends where the save does not.
+        let from = request["from"].as_u64().filter(|from| *from < 100)?;
+        Some((json!({ "reply": "written", "next": from + 1 }), vec![memory(0).into()]))
+    };
+    let requests = take_over(&vgpud.vgpu_dir(&uuid).join("control.sock"), more)?;
+    let save = |written| {
+        let request = json!({ "written": written });
+        vgpud.request("POST", &format!("/v1/vgpus/{uuid}/save"), Some(&request))
+    };
+    let (status, cut_off) = save(true)?;
+    ensure!(status == 200 && count(&requests, "written") == 1, "{status}, {requests:?}");
+    // The vGPU goes on, and can be saved.
+    vgpud.call("POST", &format!("/v1/vgpus/{uuid}/resume"), None)?;
+    let (_, whole) = save(false)?;
+    ensure!(cut_off.len() < whole.len(), "the stream has an end");
+    Ok(())
+}

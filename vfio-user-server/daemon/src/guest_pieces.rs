@@ -6,7 +6,8 @@ use std::io::{self, ErrorKind, Read, Write};
 use mdev_core::ids::GuestPa;
 use mdev_core::stream::MAX_CHUNK;
 
-/// Bytes of guest memory that are passed together: a worker's memory is limited.
+/// Bytes of guest memory that are passed together: a worker's memory is limited. Only the last part
+/// has less.
 pub const BATCH: u64 = 64 << 20;
 
 /// Writes a piece of at most [`MAX_CHUNK`] bytes.

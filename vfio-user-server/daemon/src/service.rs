@@ -4,8 +4,8 @@
 //! around changes, and holds the readers of screens. It knows nothing of HTTP.
 //!
 //! * [`lifecycle`]: create, start, modify, undefine and stop, with their callout scripts
-//! * `saving`, `restoring`: save, restore and resume; [`upgrading`]: other workers under running
-//!   VMs
+//! * `saving`, `restoring`: save, restore and resume; `written`: guest memory that a vGPU has
+//!   written; [`upgrading`]: other workers under running VMs
 //! * `worker_statuses`: statuses of workers, some of which may not answer
 //! * `attached_vm`: description of the VM that uses a vGPU; `programs`: of CUDA programs
 
@@ -32,6 +32,7 @@ mod restoring;
 mod saving;
 pub mod upgrading;
 mod worker_statuses;
+mod written;
 
 /// Operations on vGPUs.
 #[derive(Clone, Debug)]

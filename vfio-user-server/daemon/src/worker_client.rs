@@ -218,7 +218,7 @@ pub fn log_writes(control: &Path, enabled: bool) -> io::Result<()> {
 pub struct Written {
     /// File of [`guest_pieces`](crate::guest_pieces).
     pub pieces: OwnedFd,
-    /// Address from which there is more.
+    /// Address from which there is more. A worker that was compromised can say so for ever.
     pub next: Option<u64>,
 }
 
@@ -227,8 +227,7 @@ pub fn written(control: &Path, from: u64) -> io::Result<Written> {
     match with_memory(control, &WorkerRequest::Written { from }, &[])? {
         (WorkerReply::Written { next }, fds) => {
             let [pieces] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| missing())?;
-            // A worker that was compromised could go on for ever.
-            Ok(Written { pieces, next: next.filter(|next| *next > from) })
+            Ok(Written { pieces, next })
         }
         (other, _) => Err(unexpected(&other)),
     }

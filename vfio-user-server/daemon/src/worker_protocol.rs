@@ -139,7 +139,8 @@ pub enum WorkerReply {
     },
     /// Reply to `Written`.
     Written {
-        /// Address from which there is more.
+        /// Address from which there is more, if the file has
+        /// [`BATCH`](crate::guest_pieces::BATCH) bytes of guest memory.
         next: Option<u64>,
     },
     /// Reply to `Checkpoint`.

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, BufReader, Read, Write};
+use std::io::{self, Read, Write};
 use std::path::Path;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,12 +22,12 @@ use vgpud_api::{
 };
 use vgpud_host::body::{BodyReader, body_writer};
 
-use super::{Service, restoring};
+use super::{Service, restoring, written};
+use crate::blocking;
 use crate::manager::{Result, Saveable};
 use crate::staged_memory::{self, Staging};
 use crate::worker_client::{self, SavedWorker, StagedCopier, Written};
 use crate::worker_protocol::MemoryRange;
-use crate::{blocking, guest_pieces};
 
 /// Longest time that a request which ends a save waits for the save to end: a save whose client has
 /// gone ends when its next piece cannot be passed on.
@@ -281,11 +281,10 @@ fn write(
     }
     let mut stream = StreamWriter::new(to, head)?;
     stream.state(&state)?;
-    let mut written = written;
-    while let Some(Written { pieces, next }) = written {
-        let pieces = BufReader::new(File::from(pieces));
-        guest_pieces::read(pieces, |address, data| stream.guest(address, data))?;
-        written = next.map(|next| worker_client::written(control, next)).transpose()?;
+    if let Some(first) = written {
+        let request = |from| worker_client::written(control, from);
+        let take = |address, data: &[u8]| stream.guest(address, data);
+        written::read(first, written::limit(), request, take)?;
     }
     let MemoryRange { offset, len, staged } = saved.range;
     let memory = File::from(saved.memory);

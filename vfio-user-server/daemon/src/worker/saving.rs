@@ -92,3 +92,54 @@ fn video_memory(function: &mut VirtualFunction) -> Result<(MemoryRange, OwnedFd)
     let SavedMemory { aperture: Aperture { fd, offset, len }, staged } = function.saved_memory()?;
     Ok((MemoryRange { offset, len, staged }, fd))
 }
+
+#[cfg(test)]
+mod tests {
+    use mdev_core::device::FunctionSpec;
+    use mdev_core::ids::VgpuId;
+    use mdev_core::mem::DmaAccess;
+    use mdev_core::testing::{Recorder, guest_ram};
+    use mdev_core::units::MIB;
+
+    use super::*;
+
+    /// The manager refuses other parts: a worker that was compromised could pass no end of them.
+    #[test]
+    fn written_memory_comes_in_order_and_in_whole_parts() {
+        const WRITTEN: u64 = 2 * guest_pieces::BATCH + 3 * MIB / 2;
+        let (client, _record) = Recorder::new();
+        let spec = FunctionSpec {
+            vgpu: VgpuId::random(),
+            type_name: "SOFT-1Q".into(),
+            display: None,
+            doorbell_mapped: true,
+        };
+        let mut function = VirtualFunction::new(&spec, client).unwrap();
+        let (_ram, fd) = guest_ram(256 * MIB);
+        let access = DmaAccess::READ | DmaAccess::WRITE;
+        function.dma_map(GuestPa(0), 256 * MIB, access, Some((fd, 0))).unwrap();
+        function.begin_write_log().unwrap();
+        // The first parts begin in the midst of a range.
+        for (at, len) in [(MIB / 2, WRITTEN - 4096), (250 * MIB, 4096)] {
+            function.fill_guest_memory(GuestPa(at), &vec![7; len as usize]).unwrap();
+        }
+        let (mut from, mut parts) = (0, Vec::new());
+        loop {
+            let (file, next) = written(&mut function, from).unwrap();
+            let mut len = 0;
+            guest_pieces::read(File::from(file), |address, data| {
+                assert!(address.0 >= from, "{address:?}");
+                from = address.0 + data.len() as u64;
+                len += data.len() as u64;
+                Ok(())
+            })
+            .unwrap();
+            parts.push(len);
+            let Some(next) = next else { break };
+            assert!(next >= from);
+            from = next;
+        }
+        let whole = guest_pieces::BATCH;
+        assert_eq!(parts, [whole, whole, WRITTEN - 2 * whole]);
+    }
+}
