@@ -110,6 +110,12 @@ pub trait Gpu: Send + fmt::Debug {
 /// A GPU of which each vGPU has a context: a process with its memory and its engine.
 pub trait Contexts {
     /// Admits a vGPU, in place of [`Gpu::admit`]. `link` is a connection to its context: a new one,
-    /// or one of an earlier GPU process, which continues.
-    fn admit(&mut self, spec: &ClientSpec, link: BorrowedFd<'_>) -> Result<(), GpuError>;
+    /// or one of an earlier GPU process, which continues. `schedstat` is the kernel's count of the
+    /// context's delays (`/proc/PID/schedstat`), if the kernel has it.
+    fn admit(
+        &mut self,
+        spec: &ClientSpec,
+        link: BorrowedFd<'_>,
+        schedstat: Option<BorrowedFd<'_>>,
+    ) -> Result<(), GpuError>;
 }

@@ -1,6 +1,7 @@
 //! Crashes and hangs of managers, workers and software GPUs.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -93,18 +94,36 @@ fn replaced_after(signal: Signal) -> Result<()> {
         now.len() == 2 && now.iter().zip(than).all(|(now, then)| *now > then + 50_000_000)
     };
     wait_for("both work", || more(&[0, 0]))?;
+    assert_delays_are_counted(gpu, &before)?;
     kill_process(gpu, signal)?;
     wait_for("another GPU process runs", || {
         let parent = vgpud.get("/v1/parents").unwrap_or_default();
         parent[0]["state"] == "ready" && parent[0]["pid"] != gpu
     })?;
     assert_eq!(contexts()?, before);
+    assert_delays_are_counted(vgpud.gpu_process()?, &before)?;
     let then = used();
     wait_for("both work again", || more(&then))?;
     for uuid in &uuids {
         assert_eq!(state(&vgpud, uuid)?, "running");
     }
     work.into_iter().try_for_each(load::verified)
+}
+
+/// Checks that a GPU process has the kernel's count of the delays of each context.
+fn assert_delays_are_counted(gpu: u32, contexts: &[u32]) -> Result<()> {
+    let files = match fs::read_dir(format!("/proc/{gpu}/fd")) {
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+            eprintln!("skipped: only root sees the files of a GPU process");
+            return Ok(());
+        }
+        files => files?,
+    };
+    let open: Vec<_> = files.filter_map(|file| fs::read_link(file.ok()?.path()).ok()).collect();
+    for pid in contexts {
+        assert!(open.contains(&format!("/proc/{pid}/schedstat").into()), "{open:?}");
+    }
+    Ok(())
 }
 
 #[test]

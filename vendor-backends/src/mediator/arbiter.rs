@@ -3,9 +3,11 @@
 //! It divides the engine's time among the contexts by turns, and touches nothing of a tenant: of
 //! each context it has a page of its own making, an eventfd and a socket.
 //!
+//! * [`delays`]: what the host ran instead of a context
 //! * [`link`]: messages to a context
 //! * [`rotation`]: the order of turns
 
+mod delays;
 pub mod link;
 pub mod rotation;
 
@@ -28,6 +30,7 @@ use nix::sys::time::TimeSpec;
 use nix::sys::timer::TimerSetTimeFlags;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags};
 
+use self::delays::Delays;
 use self::link::Order;
 use self::rotation::{Contexts, Rotation};
 use super::emulation::clock::now_ns;
@@ -73,6 +76,7 @@ struct Member {
     /// Number among the thread's events: twice this for the bell, one more for the link.
     key: u64,
     page: TurnPage,
+    delays: Delays,
     bell: EventFd,
     link: SeqPacket,
     _reservation: Box<dyn Reservation>,
@@ -95,6 +99,10 @@ impl Member {
 impl Contexts for Vec<Member> {
     fn page(&self, seat: usize) -> &TurnPage {
         &self[seat].page
+    }
+
+    fn delayed_ns(&self, seat: usize) -> u64 {
+        self[seat].delays.total_ns()
     }
 }
 
@@ -203,8 +211,14 @@ impl Arbiter {
     }
 
     /// Admits a vGPU whose context is at the other end of `link`: a new one, or one that an arbiter
-    /// before this one admitted.
-    pub fn admit(&self, spec: &ClientSpec, link: OwnedFd) -> Result<(), Refusal> {
+    /// before this one admitted. `schedstat` is `/proc/PID/schedstat` of the context, if the kernel
+    /// has it.
+    pub fn admit(
+        &self,
+        spec: &ClientSpec,
+        link: OwnedFd,
+        schedstat: Option<OwnedFd>,
+    ) -> Result<(), Refusal> {
         let mut state = self.shared.state();
         if let Ok(seat) = state.seat(spec.vgpu) {
             if !state.members[seat].has_ended() {
@@ -227,11 +241,11 @@ impl Arbiter {
         link.try_send(&hello, &[fd.as_fd(), bell.as_fd()])?;
         state.last_key += 1;
         let key = state.last_key;
-        let member =
-            Member { spec: spec.clone(), key, page, bell, link, _reservation: reservation };
+        let (spec, delays) = (spec.clone(), Delays::new(schedstat));
+        let member = Member { spec, key, page, delays, bell, link, _reservation: reservation };
         self.shared.watch(&member)?;
         let slice = self.hardware.describe().default_timeslice;
-        state.rotation.add(nanoseconds(slice));
+        state.rotation.add(nanoseconds(slice), now_ns());
         state.members.push(member);
         drop(state);
         self.shared.change(|_| ());
@@ -297,13 +311,15 @@ impl Arbiter {
         let now_ns = now_ns();
         let usage = |(seat, member): (usize, &Member)| {
             let counts = state.rotation.counts(seat, now_ns);
+            let said = member.page.usage(now_ns);
             let usage = Usage {
+                engine_ns: state.rotation.engine_ns(seat, said.engine_ns, now_ns),
                 gated_ns: counts.gated_ns,
                 gate_closings: counts.gate_closings,
                 gate_cost_ns: counts.gate_cost_ns,
                 preemptions: counts.preemptions,
                 waits: member.page.waits(),
-                ..member.page.usage(now_ns)
+                ..said
             };
             (member.spec.vgpu, usage)
         };

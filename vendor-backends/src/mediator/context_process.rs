@@ -35,6 +35,8 @@ use super::server::WorkerConnection;
 use super::turn_page::{PAGE_BYTES, TurnPage};
 use super::wire;
 
+/// Stack of the thread that serves the worker: the size of a main thread's.
+const WORKER_STACK_BYTES: usize = 8 << 20;
 /// Pause after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -51,7 +53,8 @@ pub fn serve(
     arbiters: SeqPacketListener,
 ) -> io::Result<()> {
     let turns = Arc::new(Turns::default());
-    let gpu = Arc::new(EmulatedGpu::in_turns(hardware, Arc::clone(&turns))?);
+    let (gpu, engine) = EmulatedGpu::in_turns(hardware, Arc::clone(&turns))?;
+    let gpu = Arc::new(gpu);
     let (vgpu, fds) =
         gpu.admit(spec).map_err(|refusal| io::Error::other(format!("{refusal:?}")))?;
     let worker = SeqPacket::from(worker);
@@ -63,11 +66,28 @@ pub fn serve(
     let ending = arbiters.as_fd().try_clone_to_owned()?;
     let builder = thread::Builder::new().name("gpu-arbiter".into()).stack_size(256 << 10);
     let thread = builder.spawn(move || control.serve(&arbiters))?;
-    WorkerConnection::of_context(gpu, vgpu, fds, worker, turns).serve();
-    // Ends the thread, which listens.
+    let connection = WorkerConnection::of_context(Arc::clone(&gpu), vgpu, fds, worker, turns);
+    let builder = thread::Builder::new().name("gpu-worker".into()).stack_size(WORKER_STACK_BYTES);
+    let of_worker = builder.spawn(move || {
+        let _ends = EndsEngine(gpu);
+        connection.serve();
+    })?;
+    // On the main thread: the arbiter has the kernel's count of this one's delays.
+    engine.run();
+    // Ends the other thread, which listens.
     let _ = shutdown(ending.as_raw_fd(), Shutdown::Both);
     let _ = thread.join();
+    let _ = of_worker.join();
     Ok(())
+}
+
+/// Ends the engine, also when its thread panics.
+struct EndsEngine(Arc<EmulatedGpu>);
+
+impl Drop for EndsEngine {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
 }
 
 /// What a message of an arbiter means for its connection.

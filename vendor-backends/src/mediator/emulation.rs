@@ -43,8 +43,8 @@ use std::sync::Arc;
 use mdev_core::gpu::{ClientSpec, GpuDescription, UsageReport};
 use mdev_core::ids::VgpuId;
 
-use self::engine::Engine;
 use self::engine::vgpu_list::VgpuList;
+use self::engine::{Engine, EngineThread};
 use self::vgpu::{Vgpu, WorkerFds};
 use super::context_process::turns::Turns;
 use super::hardware::Hardware;
@@ -55,24 +55,28 @@ use super::wire::Refusal;
 pub struct EmulatedGpu {
     hardware: Arc<dyn Hardware>,
     vgpus: Arc<VgpuList>,
-    _engine: Engine,
+    _engine: Option<EngineThread>,
 }
 
 impl EmulatedGpu {
     /// Starts the engine.
     pub fn new(hardware: Arc<dyn Hardware>) -> io::Result<Self> {
-        Self::start(hardware, None)
-    }
-
-    /// Starts the engine of a context, for one vGPU. It runs in turns only.
-    pub fn in_turns(hardware: Arc<dyn Hardware>, turns: Arc<Turns>) -> io::Result<Self> {
-        Self::start(hardware, Some(turns))
-    }
-
-    fn start(hardware: Arc<dyn Hardware>, turns: Option<Arc<Turns>>) -> io::Result<Self> {
         let vgpus = Arc::new(VgpuList::new()?);
-        let engine = Engine::start(Arc::clone(&vgpus), hardware.pace(), turns)?;
-        Ok(Self { hardware, vgpus, _engine: engine })
+        let engine = EngineThread::start(Arc::clone(&vgpus), hardware.pace())?;
+        Ok(Self { hardware, vgpus, _engine: Some(engine) })
+    }
+
+    /// Returns the device of a context, for one vGPU, and its engine, which the caller runs. The
+    /// engine runs in turns only.
+    pub fn in_turns(hardware: Arc<dyn Hardware>, turns: Arc<Turns>) -> io::Result<(Self, Engine)> {
+        let vgpus = Arc::new(VgpuList::new()?);
+        let engine = Engine::new(Arc::clone(&vgpus), hardware.pace(), Some(turns));
+        Ok((Self { hardware, vgpus, _engine: None }, engine))
+    }
+
+    /// Ends the engine of [`Self::in_turns`].
+    pub fn stop(&self) {
+        self.vgpus.stop();
     }
 
     /// Returns the device.

@@ -159,8 +159,14 @@ impl Gpu for MediatedGpu {
 }
 
 impl Contexts for MediatedGpu {
-    fn admit(&mut self, spec: &ClientSpec, link: BorrowedFd<'_>) -> Result<(), GpuError> {
-        match self.connection.request(&AdminRequest::AdmitContext(spec.clone()), &[link])?.0 {
+    fn admit(
+        &mut self,
+        spec: &ClientSpec,
+        link: BorrowedFd<'_>,
+        schedstat: Option<BorrowedFd<'_>>,
+    ) -> Result<(), GpuError> {
+        let fds: Vec<_> = [link].into_iter().chain(schedstat).collect();
+        match self.connection.request(&AdminRequest::AdmitContext(spec.clone()), &fds)?.0 {
             AdminReply::Done => Ok(()),
             AdminReply::Refused(refusal) => Err(refusal.into()),
             _ => Err(self.connection.unexpected_reply()),

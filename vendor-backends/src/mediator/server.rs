@@ -141,9 +141,10 @@ impl Server {
                 return Ok((AdminReply::Admitted, Some(self.vgpus.admit(&spec)?)));
             }
             AdminRequest::AdmitContext(spec) => {
-                let link = fds.into_iter().next().ok_or(Refusal::Descriptor)?;
-                // The manager has made the connection.
-                self.vgpus.admit_context(&spec, link.into_trusted())?;
+                // The manager has made the connection and opened the file.
+                let mut fds = fds.into_iter().map(ForeignFd::into_trusted);
+                let link = fds.next().ok_or(Refusal::Descriptor)?;
+                self.vgpus.admit_context(&spec, link, fds.next())?;
             }
             AdminRequest::Evict(id) => self.vgpus.evict(id)?,
             AdminRequest::Forget(id) => self.hardware.forget(id),

@@ -21,7 +21,7 @@ pub const PAGE_BYTES: u64 = 4096;
 pub const ENDLESS: u64 = u64::MAX;
 
 /// Words of the arbiter. The first one has 32 bits, and changes with each of the others.
-mod arbiters {
+pub(super) mod arbiters {
     pub const CHANGES: u64 = 0;
     pub const NUMBER: u64 = 8;
     pub const BEGIN_NS: u64 = 16;
@@ -31,7 +31,7 @@ mod arbiters {
 }
 
 /// Words of the context.
-mod contexts {
+pub(super) mod contexts {
     pub const WAITS_SINCE_NS: u64 = 64;
     pub const ACTIVE: u64 = 72;
     pub const BEGAN_NS: u64 = 80;

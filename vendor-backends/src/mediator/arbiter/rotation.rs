@@ -1,14 +1,19 @@
 //! The order of turns: which context uses the engine, and until when.
 //!
 //! [`Runlist`] picks the context and the length. A turn is given a little before it begins, so that
-//! its context is awake when the turn before it ends. A context is charged for what it says that it
-//! has used. What it has not said yet is charged ahead when the next context is picked, and given
-//! back, up to [`MAX_REFUND`] slices, if it was not used: the host has run something else. So a
-//! context that has been taken over, and says nothing, gets four times its slice at most.
+//! its context is awake when the turn before it ends.
+//!
+//! A context may have been taken over, and say anything. It is therefore charged for the time for
+//! which others could not use the engine because of it, from the time at which its turn could begin
+//! until it has ended, whatever it says of its use. What it says counts where it is more: the use of
+//! a turn that it has overrun. What it says of a turn without an end counts as well, since no other
+//! context waits then.
 //!
 //! The host may run something else on the CPU of a context, in its turn or when it should begin.
-//! Others then use the engine and owe the time, for [`LAG_NS`] at most. A context that sleeps for
-//! longer is held by its tenant.
+//! That time is given back, by the kernel's count and not by the context's
+//! ([`Contexts::delayed_ns`]). Others use the engine while a context does not begin or does not end,
+//! and owe it the time, for [`LAG_NS`] at most. A context that sleeps for longer is held by its
+//! tenant.
 //!
 //! Pure: the caller passes the time and the contexts, and calls again at the time that
 //! [`Rotation::step`] returns.
@@ -33,8 +38,8 @@ const LAG_NS: u64 = 20_000_000;
 const BORROWED_NS: u64 = 500_000;
 /// Shortest time until the next look, unless a context rings.
 const LOOK_NS: u64 = 50_000;
-/// Slices that are given back at most when a context has not used them.
-const MAX_REFUND: u64 = 3;
+/// Time that a context can count later than it has passed, at most.
+const MAX_UNCOUNTED_NS: u64 = 1_000_000_000;
 /// Longest wait for a turn by the budgets' order.
 const BUDGET_WAIT_NS: u64 = 800_000;
 
@@ -42,6 +47,10 @@ const BUDGET_WAIT_NS: u64 = 800_000;
 pub trait Contexts {
     /// Returns the page of a context.
     fn page(&self, seat: usize) -> &TurnPage;
+
+    /// Returns for how long the thread of a context's engine has been able to run, and the host has
+    /// run something else.
+    fn delayed_ns(&self, seat: usize) -> u64;
 }
 
 /// What the arbiter counts of a context.
@@ -62,17 +71,30 @@ pub struct Counts {
 struct Seat {
     is_open: bool,
     seen: Seen,
-    /// Engine time that is charged; `None` before the context has counted any.
-    engine_ns: Option<u64>,
-    /// Charged time that the context has not counted yet.
+    /// What the context said last of its engine time; `None` before it has said any.
+    said_ns: Option<u64>,
+    /// Engine time that the context can have used.
+    engine_ns: u64,
+    /// Time that has passed and that the context has not counted as used.
+    uncounted_ns: u64,
+    looked_ns: u64,
+    /// Time of the turn that is charged and that the context has not counted.
     ahead_ns: u64,
     /// Turn that is over and that the context has not ended yet, and since when.
-    leaving: Option<(u64, u64)>,
+    leaving: Option<(Given, u64)>,
     gated_since_ns: Option<u64>,
     counts: Counts,
 }
 
 impl Seat {
+    /// Returns the part of what the context says that it has used since the last look that it can
+    /// have used.
+    fn used_ns(&self, engine_ns: u64, now_ns: u64) -> u64 {
+        let passed_ns = now_ns.saturating_sub(self.looked_ns);
+        let said_ns = engine_ns.saturating_sub(self.said_ns.unwrap_or(engine_ns));
+        said_ns.min(self.uncounted_ns.saturating_add(passed_ns))
+    }
+
     /// Returns whether the context could use the engine.
     fn is_ready(&self) -> bool {
         self.is_open && self.leaving.is_none() && self.seen.has_work
@@ -87,8 +109,12 @@ struct Given {
     begin_ns: u64,
     began_ns: Option<u64>,
     length_ns: u64,
-    /// Engine time of the context before the turn.
-    engine_before_ns: u64,
+    /// Time from which on the turn keeps others from the engine.
+    held_from_ns: u64,
+    /// What the context had counted at that time.
+    counted_before_ns: u64,
+    /// What the host had run instead of it at that time.
+    delayed_before_ns: u64,
 }
 
 impl Given {
@@ -108,12 +134,14 @@ pub struct Rotation {
     /// Turn that begins at the end of the current one.
     next: Option<Given>,
     last_number: u64,
+    /// Time up to which the last turn that is over is charged.
+    held_until_ns: u64,
 }
 
 impl Rotation {
     /// Adds a context, and returns its seat: the number of contexts before it.
-    pub fn add(&mut self, slice_ns: u64) -> usize {
-        self.seats.push(Seat { is_open: true, ..Seat::default() });
+    pub fn add(&mut self, slice_ns: u64, now_ns: u64) -> usize {
+        self.seats.push(Seat { is_open: true, looked_ns: now_ns, ..Seat::default() });
         self.runlist.push(Entry::new(slice_ns))
     }
 
@@ -151,10 +179,20 @@ impl Rotation {
         counts
     }
 
+    /// Returns the engine time of a context that says that it has used `said_ns`.
+    pub fn engine_ns(&self, seat: usize, said_ns: u64, now_ns: u64) -> u64 {
+        let seat = &self.seats[seat];
+        let before_ns = if seat.said_ns.is_some() { seat.engine_ns } else { said_ns.min(now_ns) };
+        before_ns.saturating_add(seat.used_ns(said_ns, now_ns))
+    }
+
     /// Looks at the contexts and gives turns. Returns when to look again, unless a context or a
     /// change of the settings causes that before.
     pub fn step(&mut self, now_ns: u64, contexts: &impl Contexts) -> Option<u64> {
-        (0..self.seats.len()).for_each(|seat| self.look(seat, contexts.page(seat).seen()));
+        for seat in 0..self.seats.len() {
+            self.look(seat, contexts.page(seat).seen(), now_ns);
+            self.leave(seat, contexts);
+        }
         while self.end_current(now_ns, contexts) {}
         match self.current {
             None => self.begin_next(now_ns, contexts),
@@ -166,19 +204,23 @@ impl Rotation {
     }
 
     /// Charges what a context has used since the last look.
-    fn look(&mut self, index: usize, mut seen: Seen) {
-        if seen.ended > self.last_number {
-            // No turn that was given: it would end all later ones before they begin.
-            seen.ended = 0;
-        }
+    fn look(&mut self, index: usize, seen: Seen, now_ns: u64) {
         let is_alone =
             self.current.is_some_and(|turn| turn.seat == index && turn.length_ns == ENDLESS);
         let seat = &mut self.seats[index];
         seat.seen = seen;
-        if let Some(engine_ns) = seen.engine_ns {
-            let before = seat.engine_ns.unwrap_or(engine_ns);
-            seat.engine_ns = Some(engine_ns.max(before));
-            let used = engine_ns.saturating_sub(before);
+        if let Some(said_ns) = seen.engine_ns {
+            let used = seat.used_ns(said_ns, now_ns);
+            let passed_ns = now_ns.saturating_sub(seat.looked_ns);
+            let uncounted_ns = seat.uncounted_ns.saturating_add(passed_ns).saturating_sub(used);
+            seat.uncounted_ns = uncounted_ns.min(MAX_UNCOUNTED_NS);
+            seat.looked_ns = now_ns;
+            if seat.said_ns.is_none() {
+                // A context that continues has counted before. No time is older than the clock.
+                seat.engine_ns = said_ns.min(now_ns);
+            }
+            seat.engine_ns = seat.engine_ns.saturating_add(used);
+            seat.said_ns = seat.said_ns.max(Some(said_ns));
             if !seat.is_open {
                 seat.counts.gate_cost_ns = seat.counts.gate_cost_ns.saturating_add(used);
             }
@@ -190,20 +232,41 @@ impl Rotation {
                 self.runlist.charge(index, used - ahead);
             }
         }
+    }
+
+    /// Notes that a context has ended a turn that the arbiter had ended.
+    fn leave(&mut self, index: usize, contexts: &impl Contexts) {
+        let Seat { seen, leaving, .. } = &mut self.seats[index];
         // One that lost its work before it began says nothing any more.
         let uses_nothing = !seen.has_work && !seen.is_active;
-        let left = |(number, _)| seen.ended >= number || uses_nothing;
-        if self.seats[index].leaving.is_some_and(left) {
-            self.seats[index].leaving = None;
-            self.refund(index);
+        if let Some((turn, _)) =
+            leaving.take_if(|(turn, _)| seen.ended == turn.number || uses_nothing)
+        {
+            self.settle(turn, contexts);
         }
     }
 
-    /// Gives back what was charged ahead and not used.
-    fn refund(&mut self, seat: usize) {
-        let ahead_ns = std::mem::take(&mut self.seats[seat].ahead_ns);
-        let slice_ns = self.runlist.entry(seat).slice_ns;
-        self.runlist.refund(seat, ahead_ns.min(slice_ns.saturating_mul(MAX_REFUND)));
+    /// Charges what the current turn keeps others from the engine until `end_ns`, and the context
+    /// has not counted. Gives back what has been charged for a later end.
+    fn charge_held(&mut self, turn: Given, end_ns: u64) {
+        let seat = &mut self.seats[turn.seat];
+        let held_ns =
+            if turn.length_ns == ENDLESS { 0 } else { end_ns.saturating_sub(turn.held_from_ns) };
+        let counted_ns = seat.engine_ns.saturating_sub(turn.counted_before_ns);
+        let before_ns = std::mem::replace(&mut seat.ahead_ns, held_ns.saturating_sub(counted_ns));
+        if seat.ahead_ns >= before_ns {
+            self.runlist.charge(turn.seat, seat.ahead_ns - before_ns);
+        } else {
+            self.runlist.refund(turn.seat, before_ns - seat.ahead_ns);
+        }
+    }
+
+    /// Gives back the part of a turn that a context has ended in which the host has run something
+    /// else.
+    fn settle(&mut self, turn: Given, contexts: &impl Contexts) {
+        let ahead_ns = std::mem::take(&mut self.seats[turn.seat].ahead_ns);
+        let delayed_ns = contexts.delayed_ns(turn.seat).saturating_sub(turn.delayed_before_ns);
+        self.runlist.refund(turn.seat, ahead_ns.min(delayed_ns));
     }
 
     fn others_are_ready(&self, than: usize) -> bool {
@@ -219,7 +282,7 @@ impl Rotation {
             turn.began_ns = Some(seat.seen.began.1.clamp(turn.begin_ns, now_ns.max(turn.begin_ns)));
             self.current = Some(turn);
         }
-        let has_ended = seat.seen.ended >= turn.number;
+        let has_ended = seat.seen.ended == turn.number;
         let has_begun = turn.began_ns.is_some();
         let is_late = !has_begun
             && now_ns >= turn.begin_ns.saturating_add(BEGIN_LIMIT_NS)
@@ -231,19 +294,28 @@ impl Rotation {
                 !seat.seen.is_active && self.others_are_ready(turn.seat)
             };
         let has_nothing = !has_begun && !seat.seen.has_work;
-        if has_ended {
-            self.refund(turn.seat);
-        } else if is_late || is_over || has_nothing || !seat.is_open {
-            self.revoke(turn, now_ns, is_late, contexts);
-        } else {
+        let is_revoked = is_late || is_over || has_nothing || !seat.is_open;
+        if !has_ended && !is_revoked {
             return false;
+        }
+        // The next turn has begun meanwhile, if it was given.
+        let free_ns = self.next.map_or(now_ns, |next| next.begin_ns);
+        // No other context is awake when a turn ends early, or does not begin.
+        let wakes = self.next.is_none() && self.others_are_ready(turn.seat);
+        let wakes_ns = if wakes { LEAD_NS } else { 0 };
+        self.held_until_ns = free_ns.min(now_ns).saturating_add(wakes_ns);
+        self.charge_held(turn, self.held_until_ns);
+        if has_ended {
+            self.settle(turn, contexts);
+        } else {
+            self.revoke(turn, now_ns, is_late, contexts);
         }
         self.current = self.next.take();
         if let Some(next) = &mut self.current {
             self.seats[turn.seat].counts.preemptions +=
                 u64::from(self.seats[turn.seat].seen.has_work);
             if next.begin_ns > now_ns {
-                next.begin_ns = now_ns;
+                (next.begin_ns, next.held_from_ns) = (now_ns, now_ns);
                 contexts.page(next.seat).set_begin(now_ns);
             }
         }
@@ -253,9 +325,9 @@ impl Rotation {
     /// Ends a turn for the arbiter. The context may be in it still, or be `late` to begin it.
     fn revoke(&mut self, turn: Given, now_ns: u64, late: bool, contexts: &impl Contexts) {
         if contexts.page(turn.seat).revoke(turn.number) || late {
-            self.seats[turn.seat].leaving = Some((turn.number, now_ns));
+            self.seats[turn.seat].leaving = Some((turn, now_ns));
         } else {
-            self.refund(turn.seat);
+            self.settle(turn, contexts);
         }
     }
 
@@ -292,8 +364,16 @@ impl Rotation {
         self.last_number += 1;
         let number = self.last_number;
         contexts.page(seat).grant(number, begin_ns, length_ns);
-        let engine_before_ns = self.seats[seat].engine_ns.unwrap_or_default();
-        Given { seat, number, begin_ns, began_ns: None, length_ns, engine_before_ns }
+        Given {
+            seat,
+            number,
+            begin_ns,
+            began_ns: None,
+            length_ns,
+            held_from_ns: begin_ns.max(self.held_until_ns),
+            counted_before_ns: self.seats[seat].engine_ns,
+            delayed_before_ns: contexts.delayed_ns(seat),
+        }
     }
 
     fn begin_next(&mut self, now_ns: u64, contexts: &impl Contexts) {
@@ -303,10 +383,14 @@ impl Rotation {
     }
 
     /// Gives a turn without an end one, because another context waits, or for a new budget.
-    fn limit(&mut self, turn: Given, now_ns: u64, contexts: &impl Contexts) {
+    fn limit(&mut self, mut turn: Given, now_ns: u64, contexts: &impl Contexts) {
         if !self.others_are_ready(turn.seat) && !self.runlist.entry(turn.seat).has_budget() {
             return;
         }
+        self.seats[turn.seat].ahead_ns = 0;
+        turn.held_from_ns = now_ns;
+        turn.counted_before_ns = self.seats[turn.seat].engine_ns;
+        turn.delayed_before_ns = contexts.delayed_ns(turn.seat);
         let Some((seat, left_ns)) = self.pick(now_ns) else { return };
         let used_ns = turn.began_ns.map_or(0, |began| now_ns.saturating_sub(began));
         let length_ns;
@@ -333,24 +417,16 @@ impl Rotation {
 
     /// Picks the context after the current one, shortly before the turn ends.
     fn prepare_next(&mut self, turn: Given, now_ns: u64, contexts: &impl Contexts) {
-        let (Some(began_ns), Some(end_ns)) = (turn.began_ns, turn.end_ns()) else { return };
+        let (Some(_), Some(end_ns)) = (turn.began_ns, turn.end_ns()) else { return };
         if self.next.is_some() || now_ns.saturating_add(LEAD_NS) < end_ns {
             return;
         }
-        let seat = &mut self.seats[turn.seat];
-        let counted_ns = seat.engine_ns.unwrap_or_default().saturating_sub(turn.engine_before_ns);
-        let ahead_ns = end_ns.saturating_sub(began_ns).saturating_sub(counted_ns);
-        let more_ns = ahead_ns.saturating_sub(seat.ahead_ns);
-        seat.ahead_ns += more_ns;
-        self.runlist.charge(turn.seat, more_ns);
+        self.charge_held(turn, end_ns);
         match self.pick(now_ns) {
             Some((seat, left_ns)) if seat == turn.seat => {
                 let length_ns = turn.length_ns.saturating_add(left_ns);
                 self.current = Some(Given { length_ns, ..turn });
                 contexts.page(seat).set_length(length_ns);
-                if length_ns == ENDLESS {
-                    self.refund(seat);
-                }
             }
             Some((seat, left_ns)) => {
                 self.next = Some(self.give(seat, end_ns, left_ns, contexts));

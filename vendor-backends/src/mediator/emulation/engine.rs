@@ -36,34 +36,49 @@ use self::watchdog::Watchdog;
 use crate::mediator::context_process::turns::Turns;
 use crate::mediator::hardware::Pace;
 
-/// Handle of the running engine thread. Dropping it ends the thread.
+/// An engine that has not begun.
 #[derive(Debug)]
-pub struct Engine {
+pub struct Engine(EngineLoop);
+
+impl Engine {
+    /// Makes the engine of some vGPUs. With `turns` it runs work in these only.
+    pub fn new(vgpus: Arc<VgpuList>, pace: Pace, turns: Option<Arc<Turns>>) -> Self {
+        let mut engine = EngineLoop::new(vgpus, pace);
+        engine.turns = turns;
+        Self(engine)
+    }
+
+    /// Runs the vGPUs' work on this thread until [`VgpuList::stop`].
+    pub fn run(mut self) {
+        // The process must not survive its engine: guests would hang instead of losing the device.
+        let guard = AbortOnPanic;
+        let watchdog = Watchdog::start(Arc::clone(&self.0.steps));
+        if let Err(error) = &watchdog {
+            log::error!("The engine runs without a watchdog: {error}");
+        }
+        self.0.run();
+        std::mem::forget(guard);
+    }
+}
+
+/// Thread of an engine. Dropping it ends the thread.
+#[derive(Debug)]
+pub struct EngineThread {
     vgpus: Arc<VgpuList>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Engine {
-    /// Starts the thread. With `turns` it runs work in these only.
-    pub fn start(vgpus: Arc<VgpuList>, pace: Pace, turns: Option<Arc<Turns>>) -> io::Result<Self> {
-        let mut engine = EngineLoop::new(Arc::clone(&vgpus), pace);
-        engine.turns = turns;
-        let thread = thread::Builder::new().name("gpu-engine".into()).spawn(move || {
-            // The process must not survive its engine: guests would hang instead of losing the
-            // device.
-            let guard = AbortOnPanic;
-            let watchdog = Watchdog::start(Arc::clone(&engine.steps));
-            if let Err(error) = &watchdog {
-                log::error!("The engine runs without a watchdog: {error}");
-            }
-            engine.run();
-            std::mem::forget(guard);
-        })?;
+impl EngineThread {
+    /// Starts the thread.
+    pub fn start(vgpus: Arc<VgpuList>, pace: Pace) -> io::Result<Self> {
+        let engine = Engine::new(Arc::clone(&vgpus), pace, None);
+        let builder = thread::Builder::new().name("gpu-engine".into());
+        let thread = builder.spawn(move || engine.run())?;
         Ok(Self { vgpus, thread: Some(thread) })
     }
 }
 
-impl Drop for Engine {
+impl Drop for EngineThread {
     fn drop(&mut self) {
         self.vgpus.stop();
         if let Some(thread) = self.thread.take() {

@@ -44,10 +44,15 @@ impl Vgpus {
     }
 
     /// Admits a vGPU with a context.
-    pub fn admit_context(&self, spec: &ClientSpec, link: OwnedFd) -> Result<(), Refusal> {
+    pub fn admit_context(
+        &self,
+        spec: &ClientSpec,
+        link: OwnedFd,
+        schedstat: Option<OwnedFd>,
+    ) -> Result<(), Refusal> {
         match self {
             Self::Here(_) => Err(Refusal::Unsupported),
-            Self::InContexts(arbiter) => arbiter.admit(spec, link),
+            Self::InContexts(arbiter) => arbiter.admit(spec, link, schedstat),
         }
     }
 

@@ -46,7 +46,8 @@ pub enum AdminRequest {
     Forget(VgpuId),
     /// Reads the waits of these vGPUs, at most [`MAX_WAITS`]. Reply: [`AdminReply::Waits`].
     Waits(Vec<VgpuId>),
-    /// Admits a vGPU of a GPU with contexts. Attached: a connection to its context, new or running.
+    /// Admits a vGPU of a GPU with contexts. Attached: a connection to its context, new or running,
+    /// and `/proc/PID/schedstat` of the context, if the kernel has it.
     AdmitContext(ClientSpec),
 }
 

@@ -1,5 +1,6 @@
 //! A process by its pidfd: signals, bounded waits, and its end without a wait.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
@@ -75,6 +76,20 @@ impl Process {
     /// Returns the process ID.
     pub fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// Opens the kernel's count of the delays of the main thread.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the process has ended, or the kernel does not count.
+    pub fn schedstat(&self) -> io::Result<OwnedFd> {
+        let file = File::open(format!("/proc/{}/schedstat", self.pid))?;
+        // A process that still runs has this number, and has had it before.
+        if self.has_ended() {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        Ok(file.into())
     }
 
     /// Returns the child process that the process has started last.

@@ -53,7 +53,8 @@ impl VgpuList {
         self.generation.load(Ordering::Acquire)
     }
 
-    pub(super) fn stop(&self) {
+    /// Ends the engine.
+    pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.waker.wake();
     }

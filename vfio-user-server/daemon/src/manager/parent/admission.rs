@@ -80,8 +80,12 @@ impl Parent {
     fn admit_context(&mut self, env: &Environment, spec: &ClientSpec) -> Result<()> {
         let link = context::connect(&env.run_dir, spec.vgpu)
             .map_err(|error| not_started(env, spec.vgpu, &error))?;
+        let context = self.vgpus.get(&spec.vgpu).and_then(|vgpu| vgpu.context.as_ref());
+        let schedstat = context.and_then(|context| context.process.schedstat().ok());
         self.call_gpu(|gpu| match gpu.contexts() {
-            Some(contexts) => contexts.admit(spec, link.as_fd()),
+            Some(contexts) => {
+                contexts.admit(spec, link.as_fd(), schedstat.as_ref().map(AsFd::as_fd))
+            }
             None => Err(GpuError::Unsupported("contexts")),
         })
     }
