@@ -6,13 +6,15 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::thread::JoinHandleExt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+
+use crate::ForeignFd;
 
 /// Maximum number of lines of a [`Signaller`].
 pub const MAX_LINES: usize = 63;
@@ -88,7 +90,7 @@ struct Lines {
 
 #[derive(Debug, Default)]
 struct Line {
-    event: Option<Arc<OwnedFd>>,
+    event: Option<Arc<ForeignFd>>,
     /// Number of signals so far, also of those without an eventfd.
     writes: u64,
 }
@@ -125,7 +127,7 @@ impl Shared {
             let one = 1_u64.to_ne_bytes();
             // SAFETY: eight bytes from a buffer of eight. A full eventfd is signalled already, and
             // an interrupted write was to an eventfd that is no longer wanted.
-            unsafe { libc::write(event.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+            unsafe { libc::write(event.as_fd().as_raw_fd(), one.as_ptr().cast(), one.len()) };
             lines = self.lines();
             lines.writing = None;
         }
@@ -162,7 +164,7 @@ impl Signaller {
 
     /// Sets or clears the eventfd of a line below [`MAX_LINES`]. A write to the previous eventfd
     /// does not outlast the call.
-    pub fn set(&self, line: usize, event: Option<Arc<OwnedFd>>) {
+    pub fn set(&self, line: usize, event: Option<Arc<ForeignFd>>) {
         let mut lines = self.shared.lines();
         lines.line(line).event = event;
         while lines.writing == Some(line) {
@@ -241,18 +243,18 @@ fn install_handler() {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::FromRawFd;
+    use std::os::fd::{FromRawFd, OwnedFd};
     use std::time::Instant;
 
     use super::*;
 
-    fn event(count: u64) -> Arc<OwnedFd> {
+    fn event(count: u64) -> Arc<ForeignFd> {
         // SAFETY: creates a descriptor, which has no other owner.
         let fd = unsafe { OwnedFd::from_raw_fd(libc::eventfd(0, libc::EFD_CLOEXEC)) };
         let bytes = count.to_ne_bytes();
         // SAFETY: eight bytes from a buffer of eight.
         unsafe { libc::write(fd.as_raw_fd(), bytes.as_ptr().cast(), 8) };
-        Arc::new(fd)
+        Arc::new(fd.into())
     }
 
     #[test]

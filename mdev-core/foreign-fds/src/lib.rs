@@ -94,9 +94,11 @@ fn is_unix_socket(fd: BorrowedFd<'_>) -> bool {
     result == 0 && domain == libc::AF_UNIX
 }
 
-/// Returns true if the close of a descriptor never waits.
+/// Returns true if the close of a descriptor never waits. That of an eventfd may: it takes the
+/// eventfd out of all epoll sets, and waits for a thread that has locked one of them and copies
+/// events to memory of a file that does not answer.
 fn closes_at_once(fd: &OwnedFd) -> bool {
-    is_memory(fd.as_fd()) || is_eventfd(fd.as_fd())
+    is_memory(fd.as_fd())
 }
 
 /// Closes a descriptor of another process without waiting for what it belongs to.
@@ -136,8 +138,8 @@ impl ForeignFd {
     }
 
     /// Returns the descriptor if it is an eventfd, as [`is_eventfd`] says.
-    pub fn into_eventfd(self) -> Option<OwnedFd> {
-        is_eventfd(self.as_fd()).then(|| self.into_trusted())
+    pub fn into_eventfd(self) -> Option<Self> {
+        is_eventfd(self.as_fd()).then_some(self)
     }
 
     /// Returns the descriptor if it is a socket of the Unix domain. Calls on such a socket do not
@@ -178,7 +180,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
-    use super::testing::{lingering, send, without_waiting};
+    use super::testing::{held_eventfd, lingering, send, without_waiting};
     use super::*;
 
     #[test]
@@ -251,6 +253,16 @@ mod tests {
             assert!(flags & libc::MSG_CTRUNC != 0);
         }
         drop(peers);
+    }
+
+    #[test]
+    fn the_close_of_an_eventfd_does_not_wait_for_epoll_sets() {
+        let Some((event, held)) = held_eventfd() else {
+            eprintln!("skipped: userfaultfd(2) is not permitted");
+            return;
+        };
+        without_waiting(|| drop(ForeignFd::from(event)));
+        drop(held);
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! Test helpers: descriptors whose close waits, and calls that must not wait for it.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "test helpers panic on violations")]
 
+mod held_page;
+
 use std::io::{IoSlice, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -11,6 +13,8 @@ use std::time::Duration;
 use nix::sys::socket::{
     ControlMessage, MsgFlags, getsockopt, sendmsg, setsockopt, sockopt::Linger,
 };
+
+pub use held_page::{HeldEpoll, held_eventfd};
 
 /// Returns a socket whose close waits as long as its peer does not read, and the peer.
 pub fn lingering() -> (TcpStream, TcpStream) {

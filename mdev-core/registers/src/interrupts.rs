@@ -4,9 +4,10 @@ mod journal;
 
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
+use foreign_fds::ForeignFd;
 use foreign_fds::eventfd::{self, Signaller};
 
 pub use journal::{InterruptState, IrqEvent};
@@ -92,8 +93,8 @@ pub struct Interrupts {
 /// INTx with VFIO's semantics: a level, masked by each delivery until the client unmasks it.
 #[derive(Debug, Default)]
 struct Intx {
-    trigger: Option<Arc<OwnedFd>>,
-    unmask: Option<OwnedFd>,
+    trigger: Option<Arc<ForeignFd>>,
+    unmask: Option<ForeignFd>,
     asserted: bool,
     masked: bool,
 }
@@ -102,7 +103,7 @@ struct Intx {
 #[derive(Debug)]
 struct Msi {
     /// Eventfd of each vector.
-    events: Vec<Option<Arc<OwnedFd>>>,
+    events: Vec<Option<Arc<ForeignFd>>>,
     /// Number of vectors that the client has enabled; 0 if MSI is disabled.
     granted: u32,
 }
@@ -152,7 +153,7 @@ impl Interrupts {
         &mut self,
         index: IrqIndex,
         start: u32,
-        events: Vec<Option<OwnedFd>>,
+        events: Vec<Option<ForeignFd>>,
     ) -> Result<(), IrqError> {
         let range = self.check(index, start, events.len())?;
         if self.signaller.is_none() && events.iter().any(Option::is_some) {
@@ -180,7 +181,7 @@ impl Interrupts {
         Ok(())
     }
 
-    fn set_line(&self, line: usize, event: Option<Arc<OwnedFd>>) {
+    fn set_line(&self, line: usize, event: Option<Arc<ForeignFd>>) {
         if let Some(signaller) = &self.signaller {
             signaller.set(line, event);
         }
@@ -260,7 +261,7 @@ impl Interrupts {
     pub fn set_unmask_event(
         &mut self,
         index: IrqIndex,
-        event: Option<OwnedFd>,
+        event: Option<ForeignFd>,
     ) -> Result<(), IrqError> {
         if index != IrqIndex::Intx {
             return Err(IrqError::NotMaskable(index));
@@ -337,17 +338,17 @@ fn msi_line(vector: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::{FromRawFd, IntoRawFd};
+    use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 
     use vmm_sys_util::eventfd::EventFd;
 
     use super::*;
 
-    fn event() -> (EventFd, OwnedFd) {
+    fn event() -> (EventFd, ForeignFd) {
         let event = EventFd::new(libc::EFD_NONBLOCK).unwrap();
         let copy = event.try_clone().unwrap();
         // SAFETY: into_raw_fd gives up the copy's ownership.
-        (event, unsafe { OwnedFd::from_raw_fd(copy.into_raw_fd()) })
+        (event, unsafe { OwnedFd::from_raw_fd(copy.into_raw_fd()) }.into())
     }
 
     /// Returns and clears an eventfd's count.
@@ -441,6 +442,7 @@ mod tests {
         blocking.write(u64::MAX - 1).unwrap();
         // SAFETY: into_raw_fd gives up the copy's ownership.
         let fd = unsafe { OwnedFd::from_raw_fd(blocking.try_clone().unwrap().into_raw_fd()) };
+        let fd = ForeignFd::from(fd);
         irq.set_triggers(IrqIndex::Msi, 0, vec![Some(fd)]).unwrap();
         irq.msi_signal(0);
     }

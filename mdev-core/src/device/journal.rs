@@ -7,6 +7,7 @@
 use std::borrow::Cow;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+use foreign_fds::ForeignFd;
 use pci_registers::interrupts::{InterruptState, IrqEvent};
 use serde::{Deserialize, Serialize};
 
@@ -142,7 +143,8 @@ impl VirtualFunction {
         self.pristine = state.pristine;
         self.answer = state.answer.clone().map(Cow::into_owned);
         self.memory.lock().adopt(memory, |address| take(Descriptor::Memory(address)));
-        let adopted = self.irq.adopt(&state.irq, |event| take(Descriptor::Event(event)));
+        let adopted =
+            self.irq.adopt(&state.irq, |event| take(Descriptor::Event(event)).map(ForeignFd::from));
         adopted.map_err(|error| GpuError::Io(std::io::Error::other(error.to_string())))?;
         self.connect_msi_to_queue();
         Ok(())

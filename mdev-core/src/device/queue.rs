@@ -1,7 +1,9 @@
 //! Control queue: its registers, and the thread behind them.
 
 use std::fmt;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
+
+use foreign_fds::ForeignFd;
 
 use super::VirtualFunction;
 use super::interrupts::Delivery;
@@ -32,7 +34,7 @@ pub trait ControlQueue: Send + fmt::Debug {
     fn reset(&mut self);
 
     /// Sets the eventfd that is to be signalled for completions and changes of the state.
-    fn set_interrupt(&mut self, event: Option<OwnedFd>);
+    fn set_interrupt(&mut self, event: Option<ForeignFd>);
 
     /// Returns a descriptor that polls readable while [`Self::take_pending`] has conditions that
     /// the thread could not signal itself.
@@ -103,7 +105,7 @@ impl VirtualFunction {
         let event = self.irq.msi_event(0).filter(|_| wanted);
         let event = event.and_then(|event| event.try_clone_to_owned().ok());
         if let Some(queue) = &mut self.queue {
-            queue.set_interrupt(event);
+            queue.set_interrupt(event.map(ForeignFd::from));
         }
     }
 }

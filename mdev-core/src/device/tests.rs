@@ -14,6 +14,7 @@ use std::fs::File;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
+use foreign_fds::ForeignFd;
 use pci_registers::IrqIndex;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::{FromBytes, IntoBytes};
@@ -91,6 +92,7 @@ impl Guest {
     }
 
     fn set_triggers(&mut self, index: IrqIndex, events: Vec<Option<OwnedFd>>) {
+        let events = events.into_iter().map(|event| event.map(ForeignFd::from)).collect();
         self.function.change_interrupts(|irq| irq.set_triggers(index, 0, events)).unwrap();
     }
 

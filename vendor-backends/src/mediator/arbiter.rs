@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use foreign_fds::ForeignFd;
 use ipc::mem::SharedMemory;
 use ipc::seqpacket::{self, SeqPacket};
 use mdev_core::gpu::{ClientSpec, Quotas, Usage, UsageReport, Waits};
@@ -77,7 +78,8 @@ struct Member {
     key: u64,
     page: TurnPage,
     delays: Delays,
-    bell: EventFd,
+    /// The context has a copy. Its close can wait for what the context does with that.
+    bell: ForeignFd,
     link: SeqPacket,
     _reservation: Box<dyn Reservation>,
 }
@@ -235,6 +237,7 @@ impl Arbiter {
         let page = TurnPage::new(mapping).ok_or(Refusal::Backing)?;
         let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(io::Error::from)?;
+        let bell = ForeignFd::from(OwnedFd::from(bell));
         // A context sends nothing, and no descriptor of its is received.
         let link = SeqPacket::from(link);
         let hello = seqpacket::encode(&Order::Hello { version: wire::VERSION })?;

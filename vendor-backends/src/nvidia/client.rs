@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 
+use foreign_fds::ForeignFd;
 use ipc::mem::SharedMemory;
 use ipc::seqpacket::{SeqPacket, encode};
 use mdev_core::gpu::{
@@ -121,7 +122,7 @@ impl Client for NvidiaClient {
             thread.close_gate_later();
         }
         for (vector, event) in inputs.vectors {
-            self.state.signals.set_vector(vector, Some(event))?;
+            self.state.signals.set_vector(vector, Some(event.into()))?;
             // An interrupt may have come when no process waited for it.
             self.state.signals.signal(1 << vector);
         }
@@ -238,7 +239,7 @@ impl Client for NvidiaClient {
         let copy = || event.map(|event| event.try_clone_to_owned()).transpose();
         let (event, to_keep) = (copy()?, copy()?);
         // Refuses what is no eventfd.
-        self.state.signals.set_vector(vector, event)?;
+        self.state.signals.set_vector(vector, event.map(ForeignFd::from))?;
         match to_keep {
             Some(event) => self.device.to_keep.keep(descriptors::vector(vector), event),
             None => self.device.to_keep.forget(descriptors::vector(vector)),

@@ -1,12 +1,12 @@
 //! Signals between the threads of a vGPU: conditions for the worker, eventfds of the guest, and
 //! stop.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use foreign_fds::eventfd::Signaller;
-use foreign_fds::is_eventfd;
+use foreign_fds::{ForeignFd, is_eventfd};
 use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::{GpuError, Pending};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -73,7 +73,7 @@ impl Signals {
     }
 
     /// Sets or clears the eventfd of an interrupt vector.
-    pub fn set_vector(&self, vector: u32, event: Option<OwnedFd>) -> Result<(), GpuError> {
+    pub fn set_vector(&self, vector: u32, event: Option<ForeignFd>) -> Result<(), GpuError> {
         if vector >= VECTORS {
             return Err(GpuError::OutOfRange("interrupt vector"));
         }
@@ -101,6 +101,7 @@ impl Signals {
 #[cfg(test)]
 mod tests {
     use std::io::pipe;
+    use std::os::fd::OwnedFd;
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -110,8 +111,9 @@ mod tests {
         let signals = Signals::new().unwrap();
         let (full, free) = (EventFd::new().unwrap(), EventFd::new().unwrap());
         full.write(u64::MAX - 1).unwrap();
-        signals.set_vector(1, Some(full.as_fd().try_clone_to_owned().unwrap())).unwrap();
-        signals.set_vector(0, Some(free.as_fd().try_clone_to_owned().unwrap())).unwrap();
+        let copy = |event: &EventFd| Some(event.as_fd().try_clone_to_owned().unwrap().into());
+        signals.set_vector(1, copy(&full)).unwrap();
+        signals.set_vector(0, copy(&free)).unwrap();
         let start = Instant::now();
         for _ in 0..100 {
             signals.signal(0b11);
@@ -122,7 +124,7 @@ mod tests {
         signals.set_vector(1, None).unwrap();
         signals.signal(0b01);
         assert!(free.read().unwrap() > 0);
-        signals.set_vector(1, Some(full.as_fd().try_clone_to_owned().unwrap())).unwrap();
+        signals.set_vector(1, copy(&full)).unwrap();
         signals.signal(0b10);
         drop(signals);
         assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
@@ -132,7 +134,10 @@ mod tests {
     fn only_eventfds_and_vectors_that_exist_are_accepted() {
         let signals = Signals::new().unwrap();
         let (reader, _writer) = pipe().unwrap();
-        assert!(matches!(signals.set_vector(0, Some(reader.into())), Err(GpuError::Invalid(_))));
+        assert!(matches!(
+            signals.set_vector(0, Some(OwnedFd::from(reader).into())),
+            Err(GpuError::Invalid(_))
+        ));
         assert!(matches!(signals.set_vector(VECTORS, None), Err(GpuError::OutOfRange(_))));
         signals.signal(u32::MAX);
     }

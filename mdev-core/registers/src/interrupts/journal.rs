@@ -1,6 +1,8 @@
 //! State of interrupts, for the process that adopts the function.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
+
+use foreign_fds::ForeignFd;
 
 use serde::{Deserialize, Serialize};
 
@@ -57,7 +59,7 @@ impl Interrupts {
     pub fn adopt(
         &mut self,
         state: &InterruptState,
-        mut take: impl FnMut(IrqEvent) -> Option<OwnedFd>,
+        mut take: impl FnMut(IrqEvent) -> Option<ForeignFd>,
     ) -> Result<(), IrqError> {
         self.reset();
         self.intx.asserted = state.asserted;

@@ -3,6 +3,8 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
 
+use foreign_fds::ForeignFd;
+
 use super::*;
 use crate::abi::control::{CHECKPOINT_REASON_BYTES, CheckpointState};
 use crate::abi::queue::State;
@@ -38,7 +40,7 @@ impl ControlQueue for Queue {
         self.stop();
     }
 
-    fn set_interrupt(&mut self, _: Option<OwnedFd>) {}
+    fn set_interrupt(&mut self, _: Option<ForeignFd>) {}
 
     fn event(&self) -> BorrowedFd<'_> {
         use std::os::fd::AsFd;

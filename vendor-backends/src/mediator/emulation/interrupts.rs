@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use foreign_fds::eventfd::Signaller;
-use foreign_fds::is_eventfd;
+use foreign_fds::{ForeignFd, is_eventfd};
 use ipc::mem::Mapping;
 use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::Pending;
@@ -30,7 +30,7 @@ impl Interrupts {
     /// eventfd.
     pub fn new(status: Arc<Mapping>, event: OwnedFd) -> io::Result<Self> {
         let signaller = Signaller::new("gpu-irq")?;
-        signaller.set(EVENT as usize, Some(Arc::new(event)));
+        signaller.set(EVENT as usize, Some(Arc::new(event.into())));
         Ok(Self { status, signaller })
     }
 
@@ -44,7 +44,7 @@ impl Interrupts {
     }
 
     /// Sets or clears the eventfd of a vector.
-    pub fn set_vector(&self, vector: u32, event: Option<OwnedFd>) -> Result<(), Refusal> {
+    pub fn set_vector(&self, vector: u32, event: Option<ForeignFd>) -> Result<(), Refusal> {
         if vector >= VECTORS {
             return Err(Refusal::Vector);
         }
@@ -83,7 +83,7 @@ mod tests {
         let (event, mut worker) = eventfd();
         let interrupts = Interrupts::new(Arc::clone(&status), event).unwrap();
         let (vector, mut guest) = eventfd();
-        interrupts.set_vector(2, Some(vector)).unwrap();
+        interrupts.set_vector(2, Some(vector.into())).unwrap();
         interrupts.raise(Pending::NONSTALL, Some(2));
         assert_eq!((count(&mut worker), count(&mut guest)), (1, 1));
         interrupts.raise(Pending::NONSTALL, Some(2));
@@ -98,7 +98,7 @@ mod tests {
         let status = SharedMemory::new(c"status", 4096).unwrap().mapping;
         let interrupts = Interrupts::new(status, eventfd().0).unwrap();
         let (pipe, _other) = nix::unistd::pipe().unwrap();
-        assert_eq!(interrupts.set_vector(0, Some(pipe)), Err(Refusal::Descriptor));
+        assert_eq!(interrupts.set_vector(0, Some(pipe.into())), Err(Refusal::Descriptor));
         assert_eq!(interrupts.set_vector(4, None), Err(Refusal::Vector));
     }
 }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use foreign_fds::ForeignSocket;
+use foreign_fds::{ForeignFd, ForeignSocket};
 use ipc::seqpacket::SeqPacketListener;
 use log::Level;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -85,7 +85,7 @@ pub struct Worker {
     busy_poll: BusyPoll,
     /// Copy of the INTx unmask eventfd. epoll watches the copy, since the client can replace the
     /// original.
-    unmask: Option<OwnedFd>,
+    unmask: Option<ForeignFd>,
     gpu_watched: bool,
     /// The thread of the control queue watches the GPU instead.
     queue_has_gpu: bool,
@@ -364,6 +364,7 @@ impl Worker {
         let copy = self.function.inner().intx_unmask_event().map(|fd| fd.try_clone_to_owned());
         match copy.transpose() {
             Ok(Some(new)) => {
+                let new = ForeignFd::from(new);
                 if watch(ops, &new, source::UNMASK, EventSet::IN) {
                     self.unmask = Some(new);
                 }

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use std::{io, thread};
 
 use anyhow::{Context, Result};
+use foreign_fds::ForeignFd;
 use mdev_core::abi::queue::{self, Failure, State};
 use mdev_core::device;
 use mdev_core::gpu::{Client, DoorbellWatch, Pending, SharedClient};
@@ -214,7 +215,7 @@ impl device::ControlQueue for QueueThread {
         self.programs.clear();
     }
 
-    fn set_interrupt(&mut self, event: Option<OwnedFd>) {
+    fn set_interrupt(&mut self, event: Option<ForeignFd>) {
         self.signals.set_interrupt(event);
     }
 

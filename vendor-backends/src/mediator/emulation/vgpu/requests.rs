@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use foreign_fds::ForeignFd;
 use ipc::mem::Mapping;
 use mdev_core::abi::{notifier, userd};
 use mdev_core::gpu::{Backing, ChannelHandle, ChannelSpec, ChannelStatus, MapRequest, Quotas};
@@ -153,7 +154,7 @@ impl Vgpu {
     }
 
     /// Sets or clears the eventfd of an interrupt vector.
-    pub fn set_interrupt(&self, vector: u32, event: Option<OwnedFd>) -> Result<(), Refusal> {
+    pub fn set_interrupt(&self, vector: u32, event: Option<ForeignFd>) -> Result<(), Refusal> {
         self.interrupts.set_vector(vector, event)
     }
 

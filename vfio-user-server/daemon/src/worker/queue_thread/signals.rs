@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use foreign_fds::ForeignFd;
 use mdev_core::abi::queue::{self, Failure, State};
 use mdev_core::gpu::{DoorbellWatch, Pending};
 use mdev_core::ids::GuestPa;
@@ -69,7 +70,7 @@ pub struct Signals {
     unsignalled: AtomicU32,
     /// Readable when `unsignalled` has conditions, or when the state has changed.
     event: EventFd,
-    interrupt: Mutex<Option<OwnedFd>>,
+    interrupt: Mutex<Option<ForeignFd>>,
     doorbell: Mutex<Option<Arc<dyn DoorbellWatch>>>,
     /// The guest has woken the engine.
     woken: AtomicBool,
@@ -234,7 +235,7 @@ impl Signals {
     }
 
     /// Sets the eventfd of the guest's interrupt.
-    pub fn set_interrupt(&self, event: Option<OwnedFd>) {
+    pub fn set_interrupt(&self, event: Option<ForeignFd>) {
         *lock(&self.interrupt) = event;
     }
 
