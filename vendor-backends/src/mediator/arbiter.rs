@@ -4,10 +4,12 @@
 //! each context it has a page of its own making, an eventfd and a socket.
 //!
 //! * [`delays`]: what the host ran instead of a context
+//! * [`holds`]: contexts that hold the arbiter in their pages
 //! * [`link`]: messages to a context
 //! * [`rotation`]: the order of turns
 
 mod delays;
+mod holds;
 pub mod link;
 pub mod rotation;
 
@@ -32,12 +34,13 @@ use nix::sys::timer::TimerSetTimeFlags;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags};
 
 use self::delays::Delays;
+use self::holds::Holds;
 use self::link::Order;
 use self::rotation::{Contexts, Rotation};
 use super::emulation::clock::now_ns;
 use super::emulation::vgpu::nanoseconds;
 use super::hardware::{Hardware, Reservation};
-use super::turn_page::{PAGE_BYTES, TurnPage};
+use super::turn_page::{PAGE_BYTES, Seen, TurnPage};
 use super::wire::{self, Refusal};
 
 /// Events of the thread other than those of contexts.
@@ -77,6 +80,7 @@ struct Member {
     /// Number among the thread's events: twice this for the bell, one more for the link.
     key: u64,
     page: TurnPage,
+    holds: Holds,
     delays: Delays,
     /// The context has a copy. Its close can wait for what the context does with that.
     bell: ForeignFd,
@@ -92,6 +96,10 @@ impl Member {
         self.link.try_send(&bytes, &[]).map_err(|_| Refusal::Os(libc::EBUSY))
     }
 
+    fn waits(&self) -> Waits {
+        self.holds.access(|| self.page.waits()).unwrap_or_default()
+    }
+
     fn has_ended(&self) -> bool {
         let mut fds = [PollFd::new(self.link.as_fd(), PollFlags::empty())];
         poll(&mut fds, PollTimeout::ZERO).is_ok() && fds[0].any() == Some(true)
@@ -101,6 +109,19 @@ impl Member {
 impl Contexts for Vec<Member> {
     fn page(&self, seat: usize) -> &TurnPage {
         &self[seat].page
+    }
+
+    fn seen(&self, seat: usize) -> Seen {
+        let member = &self[seat];
+        let was_cut_off = member.holds.is_cut_off();
+        let seen = member.holds.access(|| member.page.seen());
+        if member.holds.is_cut_off() && !was_cut_off {
+            log::error!(
+                "vGPU {}: its context holds the GPU process in their page, and gets no more turns: stop it",
+                member.spec.vgpu
+            );
+        }
+        seen.unwrap_or_default()
     }
 
     fn delayed_ns(&self, seat: usize) -> u64 {
@@ -244,8 +265,9 @@ impl Arbiter {
         link.try_send(&hello, &[fd.as_fd(), bell.as_fd()])?;
         state.last_key += 1;
         let key = state.last_key;
-        let (spec, delays) = (spec.clone(), Delays::new(schedstat));
-        let member = Member { spec, key, page, delays, bell, link, _reservation: reservation };
+        let (spec, holds, delays) = (spec.clone(), Holds::default(), Delays::new(schedstat));
+        let member =
+            Member { spec, key, page, holds, delays, bell, link, _reservation: reservation };
         self.shared.watch(&member)?;
         let slice = self.hardware.describe().default_timeslice;
         state.rotation.add(nanoseconds(slice), now_ns());
@@ -314,14 +336,14 @@ impl Arbiter {
         let now_ns = now_ns();
         let usage = |(seat, member): (usize, &Member)| {
             let counts = state.rotation.counts(seat, now_ns);
-            let said = member.page.usage(now_ns);
+            let said = member.holds.access(|| member.page.usage(now_ns)).unwrap_or_default();
             let usage = Usage {
                 engine_ns: state.rotation.engine_ns(seat, said.engine_ns, now_ns),
                 gated_ns: counts.gated_ns,
                 gate_closings: counts.gate_closings,
                 gate_cost_ns: counts.gate_cost_ns,
                 preemptions: counts.preemptions,
-                waits: member.page.waits(),
+                waits: member.waits(),
                 ..said
             };
             (member.spec.vgpu, usage)
@@ -331,7 +353,7 @@ impl Arbiter {
 
     /// Returns the waits of a vGPU.
     pub fn waits(&self, id: VgpuId) -> Result<Waits, Refusal> {
-        Ok(self.shared.state().member(id)?.page.waits())
+        Ok(self.shared.state().member(id)?.waits())
     }
 }
 

@@ -48,6 +48,11 @@ pub trait Contexts {
     /// Returns the page of a context.
     fn page(&self, seat: usize) -> &TurnPage;
 
+    /// Returns what a context says.
+    fn seen(&self, seat: usize) -> Seen {
+        self.page(seat).seen()
+    }
+
     /// Returns for how long the thread of a context's engine has been able to run, and the host has
     /// run something else.
     fn delayed_ns(&self, seat: usize) -> u64;
@@ -190,7 +195,7 @@ impl Rotation {
     /// change of the settings causes that before.
     pub fn step(&mut self, now_ns: u64, contexts: &impl Contexts) -> Option<u64> {
         for seat in 0..self.seats.len() {
-            self.look(seat, contexts.page(seat).seen(), now_ns);
+            self.look(seat, contexts.seen(seat), now_ns);
             self.leave(seat, contexts);
         }
         while self.end_current(now_ns, contexts) {}
@@ -403,7 +408,7 @@ impl Rotation {
             contexts.page(turn.seat).interrupt(length_ns);
         }
         // The context may have begun to rest, and would keep a turn with an end.
-        if turn.began_ns.is_some() && !contexts.page(turn.seat).seen().is_active {
+        if turn.began_ns.is_some() && !contexts.seen(turn.seat).is_active {
             self.revoke(turn, now_ns, false, contexts);
             self.current = None;
             return self.begin_next(now_ns, contexts);

@@ -1,5 +1,6 @@
 //! Clocks of the engine.
 
+use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, clock_gettime};
 
@@ -12,6 +13,11 @@ pub fn now_ns() -> u64 {
 /// something else on the thread's core.
 pub fn thread_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(0, nanoseconds)
+}
+
+/// Returns how often the calling thread has slept.
+pub fn thread_sleeps() -> i64 {
+    getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
 
 fn nanoseconds(time: TimeSpec) -> u64 {

@@ -5,9 +5,7 @@
 //! imported memory, which a hostile client can make long by punching holes into the file. Such time
 //! is the vGPU's own. The kernel counts both cases: a sleep is a voluntary context switch.
 
-use nix::sys::resource::{UsageWho, getrusage};
-
-use crate::mediator::emulation::clock::thread_ns;
+use crate::mediator::emulation::clock::{thread_ns, thread_sleeps};
 
 /// Time without the core that is too short to look for its cause. Not counted as stolen.
 const SHORT_NS: u64 = 10_000;
@@ -51,7 +49,7 @@ impl StolenTime {
             wall_ns.saturating_sub(self.wall_ns).saturating_sub(cpu_ns - self.cpu_ns);
         let mut time = WithoutCore::default();
         if self.on_cpu && without_core > SHORT_NS {
-            let sleeps = sleeps();
+            let sleeps = thread_sleeps();
             let slept = sleeps != self.sleeps;
             *(if slept { &mut time.slept_ns } else { &mut time.stolen_ns }) = without_core;
             self.sleeps = sleeps;
@@ -64,7 +62,7 @@ impl StolenTime {
     pub fn read_after_sleep(&mut self, wall_ns: u64, late_ns: u64) {
         let late_ns = if self.on_cpu { late_ns } else { 0 };
         let total_ns = self.total_ns + late_ns;
-        *self = Self { wall_ns, cpu_ns: thread_ns(), sleeps: sleeps(), total_ns, ..*self };
+        *self = Self { wall_ns, cpu_ns: thread_ns(), sleeps: thread_sleeps(), total_ns, ..*self };
     }
 
     /// Returns wall time without stolen time. Budgets refill by this clock, so that a share of the
@@ -72,11 +70,6 @@ impl StolenTime {
     pub fn available_ns(&self, wall_ns: u64) -> u64 {
         wall_ns.saturating_sub(self.total_ns)
     }
-}
-
-/// Returns how often the calling thread has slept.
-fn sleeps() -> i64 {
-    getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
 
 #[cfg(test)]
