@@ -1,11 +1,12 @@
-//! What a client makes its worker log is limited.
+//! What a client makes its worker log is limited, and what a worker that was taken over writes.
 
 // Clippy recognizes only functions marked as tests, not the functions that they call.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
 use anyhow::{Result, ensure};
 use mdev_core::abi::control::reg;
@@ -14,7 +15,7 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::json;
 use system_tests::raw_client::{DMA_MAP, RawClient};
-use system_tests::{Vgpud, bytes};
+use system_tests::{Vgpud, bytes, wait_for};
 use zerocopy::IntoBytes;
 
 const CONTROL: u32 = 3;
@@ -63,5 +64,68 @@ fn requests_that_fail_on_the_host_do_not_flood_the_log() -> Result<()> {
     }
     let lines = fs::read_to_string(&log)?.lines().count();
     ensure!(lines <= MAX_LINES, "{lines} lines of {REQUESTS} requests");
+    Ok(())
+}
+
+/// No process that a tenant may take over has the log, or what another one writes to.
+#[test]
+fn no_process_has_the_log_of_another() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let log = folder.path().join("log");
+    let vgpud = Vgpud::start_with_log(&[], &log)?;
+    let create = || vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true }));
+    let uuids = [create()?, create()?];
+    let (mut errors, mut expected) = (vec![log], 1);
+    let mut add = |pid: u32| {
+        let error = fs::read_link(format!("/proc/{pid}/fd/2"));
+        match error {
+            Ok(error) => errors.push(error),
+            Err(_) => eprintln!("skipped: only root sees the files of process {pid}"),
+        }
+    };
+    add(vgpud.gpu_process()?);
+    for uuid in &uuids {
+        add(vgpud.context(uuid)?);
+        add(vgpud.anchor(uuid)?);
+    }
+    expected += errors.len() - 1;
+    errors.sort();
+    errors.dedup();
+    assert_eq!(errors.len(), expected, "{errors:?}");
+    Ok(())
+}
+
+/// A process that was taken over writes anything, as fast as it can.
+#[test]
+fn a_process_can_neither_forge_nor_flood_the_log() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let log = folder.path().join("log");
+    let vgpud = Vgpud::start_with_log(&[], &log)?;
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true }))?;
+    let mut flags = OpenOptions::new();
+    let fifo = vgpud.vgpu_dir(&uuid).join("worker.log");
+    let mut process = flags.write(true).custom_flags(libc::O_NONBLOCK).open(fifo)?;
+    process.write_all(b"INFO vgpud::api::access User 0: \x1b[2J\"POST /v1/stop\"\n")?;
+    let text = || fs::read_to_string(&log).unwrap_or_default();
+    let expected = format!("worker of vGPU {uuid}: User 0: ");
+    wait_for("the line is logged", || text().contains(&expected))?;
+    assert!(!text().contains('\u{1b}'));
+    // More than the manager reads, until the process is told so.
+    let line = [b"ERROR a::b ", &[b'x'; 1000][..], b"\n"].concat();
+    let (mut written, mut refused) = (0, 0);
+    while written < 500 {
+        // A line shorter than PIPE_BUF is written whole, or not at all.
+        if process.write_all(&line).is_ok() {
+            written += 1;
+        } else {
+            refused += 1;
+            vgpud.get("/v1/version")?;
+        }
+    }
+    assert!(refused > 0, "it is told to wait");
+    wait_for("lines are suppressed", || text().matches(" xxx").count() >= 150)?;
+    drop(process);
+    let lines = text().lines().count();
+    ensure!(lines < 300, "{lines} lines");
     Ok(())
 }

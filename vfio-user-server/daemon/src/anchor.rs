@@ -262,7 +262,7 @@ impl Anchor {
         };
         match self.tried_program.as_ref().or(self.program.as_ref()) {
             Some(program) => spawn::role_of_file(program.as_fd(), &self.label, &args, &fds, limits),
-            None => spawn::role(&self.label, &args, &fds, limits),
+            None => spawn::role(&self.label, &args, &fds, None, limits),
         }
     }
 

@@ -22,6 +22,7 @@ pub mod api;
 pub mod backend;
 pub mod blocking;
 pub mod callouts;
+pub mod child_logs;
 pub mod console;
 pub mod context_process;
 pub mod foreign_stream;

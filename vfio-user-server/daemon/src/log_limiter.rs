@@ -2,23 +2,29 @@
 
 use std::time::{Duration, Instant};
 
-/// Lines per period.
+/// Lines per period, if no other number is given.
 const BURST: u32 = 10;
 /// Period of the limit.
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// Rate limiter: passes [`BURST`] lines per [`PERIOD`] and counts the suppressed ones.
+/// Rate limiter: passes a number of lines per [`PERIOD`] and counts the suppressed ones.
 #[derive(Debug)]
 pub struct LogLimiter {
+    burst: u32,
     period_start: Instant,
     passed: u32,
     suppressed: u32,
 }
 
 impl LogLimiter {
-    /// Creates a limiter whose first period begins at `now`.
+    /// Creates a limiter of [`BURST`] lines whose first period begins at `now`.
     pub fn new(now: Instant) -> Self {
-        Self { period_start: now, passed: 0, suppressed: 0 }
+        Self::with_burst(now, BURST)
+    }
+
+    /// Creates a limiter of `burst` lines whose first period begins at `now`.
+    pub fn with_burst(now: Instant, burst: u32) -> Self {
+        Self { burst, period_start: now, passed: 0, suppressed: 0 }
     }
 
     /// Returns `None` if a line at `now` is to be suppressed, or else the number of lines
@@ -27,7 +33,7 @@ impl LogLimiter {
         if now.duration_since(self.period_start) >= PERIOD {
             (self.period_start, self.passed) = (now, 0);
         }
-        if self.passed == BURST {
+        if self.passed == self.burst {
             self.suppressed += 1;
             return None;
         }

@@ -3,12 +3,14 @@
 //! messages a second for each vGPU, and the suppressed ones are counted.
 
 use std::collections::HashMap;
+use std::io::Write;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use log::{Log, Metadata, Record};
 use mdev_core::untrusted::one_line;
 
+use crate::child_logs;
 use crate::log_limiter::LogLimiter;
 use crate::vgpu_names;
 
@@ -26,12 +28,17 @@ struct Logger {
     limiters: Option<Mutex<HashMap<Place, LogLimiter>>>,
 }
 
-/// Installs the logger. `limited` limits the messages of each line of the program.
-pub fn init(limited: bool) {
+/// Installs the logger. `of_child` limits the messages of each line of the program, and writes them
+/// for [`child_logs`].
+pub fn init(of_child: bool) {
     let env = env_logger::Env::default().default_filter_or("info");
-    let inner = env_logger::Builder::from_env(env).build();
+    let mut builder = env_logger::Builder::from_env(env);
+    if of_child {
+        builder.format(|line, record| writeln!(line, "{}", child_logs::line_of(record)));
+    }
+    let inner = builder.build();
     log::set_max_level(inner.filter());
-    let limiters = limited.then(Mutex::default);
+    let limiters = of_child.then(Mutex::default);
     // An error means that there is a logger already.
     let _ = log::set_boxed_logger(Box::new(Logger { inner, limiters }));
 }

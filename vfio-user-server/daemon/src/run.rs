@@ -21,6 +21,7 @@ use crate::api::access::{Group, Rules};
 use crate::api::listener;
 use crate::api::router::router;
 use crate::callouts::Callouts;
+use crate::child_logs;
 use crate::manager::{self, Ending, Handle, Manager, RunDir, Watcher, sockets};
 use crate::service::Service;
 use crate::web_console::request_guard::Address;
@@ -114,6 +115,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         // The file may be gone already.
         let _ = fs::remove_file(&socket);
     }
+    child_logs::drain();
     drop(lock);
     // The end of the process ends all tasks and threads. Neither a thread that asks a worker nor
     // the close of a listener, with what is in its connections, is waited for.

@@ -73,15 +73,16 @@ pub fn reserve_descriptors() -> io::Result<()> {
     }
 }
 
-/// Starts a role: this program with `args`, and `fds` at [`FIRST_FD`] and above. Process lists show
-/// `label`.
+/// Starts a role: this program with `args`, `fds` at [`FIRST_FD`] and above, and `stderr`, or else
+/// this process' own. Process lists show `label`.
 pub fn role(
     label: &str,
     args: &[String],
     fds: &[BorrowedFd<'_>],
+    stderr: Option<OwnedFd>,
     limits: Limits,
 ) -> io::Result<Process> {
-    role_of("/proc/self/exe", label, args, fds, limits)
+    role_of("/proc/self/exe", label, args, fds, stderr, limits)
 }
 
 /// Starts a role of the program in a file.
@@ -92,7 +93,7 @@ pub fn role_of_file(
     fds: &[BorrowedFd<'_>],
     limits: Limits,
 ) -> io::Result<Process> {
-    role_of(&format!("/proc/self/fd/{}", program.as_raw_fd()), label, args, fds, limits)
+    role_of(&format!("/proc/self/fd/{}", program.as_raw_fd()), label, args, fds, None, limits)
 }
 
 fn role_of(
@@ -100,6 +101,7 @@ fn role_of(
     label: &str,
     args: &[String],
     fds: &[BorrowedFd<'_>],
+    stderr: Option<OwnedFd>,
     limits: Limits,
 ) -> io::Result<Process> {
     if fds.len() > MAX_FDS as usize {
@@ -117,6 +119,9 @@ fn role_of(
         command.env_remove(name);
     }
     command.arg0(format!("vgpud[{label}]")).args(args).stdin(Stdio::null()).stdout(Stdio::null());
+    if let Some(stderr) = stderr {
+        command.stderr(stderr);
+    }
     // SAFETY: between fork and exec only system calls are made, nothing is allocated, and no lock
     // is taken.
     unsafe {

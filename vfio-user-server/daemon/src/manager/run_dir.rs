@@ -144,6 +144,16 @@ impl RunDir {
         self.vgpu(vgpu).join(CONTROL)
     }
 
+    /// Returns the path of the FIFO with the log of a vGPU's worker.
+    pub fn worker_log(&self, vgpu: VgpuId) -> PathBuf {
+        self.vgpu(vgpu).join("worker.log")
+    }
+
+    /// Returns the path of the FIFO with the log of a vGPU's context.
+    pub fn context_log(&self, vgpu: VgpuId) -> PathBuf {
+        self.vgpu(vgpu).join("context.log")
+    }
+
     /// Returns the folder of all parents.
     pub fn parents(&self) -> PathBuf {
         self.root.join("parents")
@@ -152,6 +162,11 @@ impl RunDir {
     /// Returns the folder of a parent.
     pub fn parent(&self, name: &str) -> PathBuf {
         self.parents().join(name)
+    }
+
+    /// Returns the path of the FIFO with the log of a GPU process.
+    pub fn parent_log(&self, name: &str) -> PathBuf {
+        self.parent(name).join("gpu.log")
     }
 
     /// Returns the path of a GPU process' socket.

@@ -26,6 +26,7 @@ use super::run_dir::{self, RunDir};
 use super::sockets;
 use super::watcher::{Generation, Watched};
 use super::{ClientReport, Result};
+use crate::child_logs;
 use crate::spawn::{Process, ProcessRecord};
 use crate::vgpu_names;
 use crate::worker_protocol::{ProgramsSpec, VERSION, WorkerSpec};
@@ -285,8 +286,9 @@ impl Vgpu {
             Some(name) => format!("{} {name}", self.id),
             None => self.id.to_string(),
         };
-        let process =
-            worker::spawn(&label, &spec, &sockets, gpu, (user, env.worker_users.are_separate()))?;
+        let log = child_logs::create(&env.run_dir.worker_log(self.id), worker::log_name(self.id))?;
+        let user = (user, env.worker_users.are_separate());
+        let process = worker::spawn(&label, &spec, &sockets, gpu, log, user)?;
         let (name, pid) = (&self.profile.name, process.pid());
         log::info!("vGPU {} of type {name} runs in process {pid}", self.id);
         let mut worker = self.watched(env, process);
@@ -298,6 +300,7 @@ impl Vgpu {
     /// Takes over the worker that an earlier manager started.
     pub fn adopt(&mut self, env: &Environment, process: Process, found: Found) {
         vgpu_names::set(self.id, self.name());
+        child_logs::resume(&env.run_dir.worker_log(self.id), worker::log_name(self.id));
         let mut worker = self.watched(env, process);
         // A connection to a worker that does not answer may wait.
         if !matches!(found, Found::Silent) {

@@ -12,10 +12,11 @@ use std::time::Duration;
 use mdev_core::ids::VgpuId;
 
 use super::Parent;
+use crate::child_logs;
 use crate::manager::Result;
 use crate::manager::environment::Environment;
 use crate::manager::run_dir;
-use crate::manager::vgpu::context::Context;
+use crate::manager::vgpu::context::{self, Context};
 use crate::manager::vgpu::{Found, Record, Vgpu};
 use crate::spawn::Process;
 use crate::worker_client;
@@ -106,6 +107,7 @@ impl Parent {
         gpu_was_running: bool,
     ) {
         let id = vgpu.id;
+        child_logs::resume(&env.run_dir.context_log(id), context::log_name(id));
         vgpu.context = context.map(|process| Context::watched(env, id, process));
         let answers = !matches!(found, Found::Silent);
         vgpu.adopt(env, process, found);

@@ -18,6 +18,7 @@ use vendor_backends::mediator::MediatedGpu;
 use super::Parent;
 use super::connection::Connection;
 use crate::backend::ParentConfig;
+use crate::child_logs;
 use crate::manager::cgroups::{self, Member};
 use crate::manager::environment::Environment;
 use crate::manager::run_dir::{self, RunDir};
@@ -204,6 +205,7 @@ impl Parent {
             run_dir::remove(&folder);
             return false;
         };
+        child_logs::resume(&run_dir.parent_log(self.name()), log_name(self.name()));
         match connect(run_dir, self.name()) {
             Ok(gpu) => {
                 if record.vram_bytes != self.config.vram_bytes() {
@@ -390,8 +392,14 @@ fn spawn_process(
         ends_with_parent: false,
         user: starts_as,
     };
-    let process = spawn::role(name, &args, &fds, limits)?;
+    let log = child_logs::create(&run_dir.parent_log(name), log_name(name))?;
+    let process = spawn::role(name, &args, &fds, Some(log), limits)?;
     Ok((process, startup_error))
+}
+
+/// Returns the name of a parent's GPU process in the log.
+fn log_name(parent: &str) -> String {
+    format!("GPU process of {parent}")
 }
 
 /// Reads the message of a GPU process that failed to start.

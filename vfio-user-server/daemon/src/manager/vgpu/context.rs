@@ -9,6 +9,7 @@ use mdev_core::gpu::ClientSpec;
 use mdev_core::ids::VgpuId;
 
 use crate::backend::ParentConfig;
+use crate::child_logs;
 use crate::manager::cgroups::{Limits, Member};
 use crate::manager::environment::Environment;
 use crate::manager::run_dir::RunDir;
@@ -72,7 +73,8 @@ impl Context {
             ends_with_parent: false,
             user,
         };
-        let process = spawn::role(&format!("context {id}"), &args, &fds, limits)?;
+        let log = child_logs::create(&env.run_dir.context_log(id), log_name(id))?;
+        let process = spawn::role(&format!("context {id}"), &args, &fds, Some(log), limits)?;
         log::info!("The context of vGPU {id} runs in process {}", process.pid());
         Ok(Started { context: Self::watched(env, id, process), worker: ours.into(), user })
     }
@@ -84,6 +86,11 @@ impl Context {
         env.cgroups.place(Member::Context(id), process.pid(), Limits::CONTEXT);
         Self { process, generation }
     }
+}
+
+/// Returns the name of a vGPU's context in the log.
+pub fn log_name(id: VgpuId) -> String {
+    format!("context of vGPU {id}")
 }
 
 /// Connects to a vGPU's context, for its GPU process.

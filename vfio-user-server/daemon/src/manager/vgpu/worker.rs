@@ -1,7 +1,7 @@
 //! Worker of a vGPU: its process, as this manager started or adopted it.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -93,14 +93,20 @@ impl Worker {
     }
 }
 
+/// Returns the name of a vGPU's worker, and of its anchor, in the log.
+pub fn log_name(id: VgpuId) -> String {
+    format!("worker of vGPU {id}")
+}
+
 /// Starts the anchor of a vGPU, which starts the worker, with its listening sockets and, where the
-/// backend has one, its connection to the GPU. Process lists show `label`. The user is the
+/// backend has one, its connection to the GPU. Both write to `log`. Process lists show `label`. The user is the
 /// worker's, and either no other worker's, or all workers'.
 pub fn spawn(
     label: &str,
     spec: &WorkerSpec,
     sockets: &Sockets,
     gpu: Option<BorrowedFd<'_>>,
+    log: OwnedFd,
     (user, is_separate): (Account, bool),
 ) -> io::Result<Process> {
     let spec_file = file_of(c"worker-spec", &serde_json::to_vec(spec)?)?;
@@ -122,5 +128,5 @@ pub fn spawn(
         ends_with_parent: false,
         user,
     };
-    spawn::role(label, &args, &fds, limits)
+    spawn::role(label, &args, &fds, Some(log), limits)
 }
