@@ -7,8 +7,9 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::{Value, json};
 use system_tests::user::User;
@@ -63,6 +64,63 @@ fn reader_with_many_connections_leaves_room_for_administrators() -> Result<()> {
     drop(held);
     // Its places are free again.
     wait_for("the reader gets in", || reader.run(|| vgpud.get("/v1/version")).is_ok())
+}
+
+/// Returns the CPU time of the manager's thread `name`.
+fn cpu_time_of(vgpud: &Vgpud, name: &str) -> Result<Duration> {
+    let pid = vgpud.pid().context("The manager has ended")?;
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let task = task?.path();
+        if fs::read_to_string(task.join("comm"))?.trim_end() == name {
+            let times = fs::read_to_string(task.join("schedstat"))?;
+            let nanoseconds = times.split_whitespace().next().context("no time")?;
+            return Ok(Duration::from_nanos(nanoseconds.parse()?));
+        }
+    }
+    // A thread has its name once it runs.
+    Ok(Duration::ZERO)
+}
+
+/// Fails if the thread that serves administrators works for the requests of `flood`, rather than
+/// thread `other`.
+fn leaves_administrators_alone(
+    vgpud: &Vgpud,
+    other: &str,
+    flood: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let times = || -> Result<[Duration; 2]> {
+        Ok([cpu_time_of(vgpud, "vgpud")?, cpu_time_of(vgpud, other)?])
+    };
+    let before = times()?;
+    flood()?;
+    let after = times()?;
+    let used = |index: usize| after[index].saturating_sub(before[index]);
+    ensure!(used(0) < used(1) / 2, "for administrators {:?}, {other} {:?}", used(0), used(1));
+    Ok(())
+}
+
+#[test]
+fn requests_of_a_reader_are_served_by_another_thread_than_administrators() -> Result<()> {
+    const REQUESTS: usize = 400;
+    if !nix::unistd::geteuid().is_root() {
+        skipped("another user needs root");
+        return Ok(());
+    }
+    let vgpud = Vgpud::start_with(&["--group", "65534"])?;
+    let reader = User { uid: 65_534, gid: 65_534, groups: &[] };
+    leaves_administrators_alone(&vgpud, "readers", || {
+        let mut socket = reader.run(|| Ok(UnixStream::connect(vgpud.api_socket())?))?;
+        let request = "GET /v1/version HTTP/1.1\r\nHost: x\r\n\r\n".repeat(REQUESTS - 1);
+        let last = "GET /v1/version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+        let mut writer = socket.try_clone()?;
+        let writes = std::thread::spawn(move || writer.write_all((request + last).as_bytes()));
+        let mut answers = String::new();
+        socket.read_to_string(&mut answers)?;
+        writes.join().map_err(|_| anyhow!("The writer panicked"))??;
+        let answers = answers.matches("HTTP/1.1 200").count();
+        ensure!(answers == REQUESTS, "{answers} answers");
+        Ok(())
+    })
 }
 
 /// Sends a request to the web console and returns the answer.

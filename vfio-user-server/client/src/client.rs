@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http_body_util::channel::Channel;
 use http_body_util::{BodyExt, Full, Limited};
@@ -32,6 +32,9 @@ use crate::file_sender::FileSender;
 const MAX_RESPONSE: usize = 256 << 20;
 /// Timeout of a request; longer than any operation of vgpud.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Pause between attempts to connect while the socket has no room for a connection.
+const CONNECT_PAUSE: Duration = Duration::from_millis(2);
 
 /// Time without an answer after which [`Client::on_silence`] is called.
 const NOTE_AFTER: Duration = Duration::from_secs(5);
@@ -238,7 +241,20 @@ impl Client {
     }
 
     async fn connect(&self) -> Result<UnixStream, ClientError> {
-        UnixStream::connect(&self.socket).await.map_err(|error| {
+        let begun = Instant::now();
+        let connected = loop {
+            match UnixStream::connect(&self.socket).await {
+                // Others connect faster than vgpud accepts. Asynchronous sockets do not wait.
+                Err(error)
+                    if error.kind() == io::ErrorKind::WouldBlock
+                        && begun.elapsed() < self.timeout =>
+                {
+                    tokio::time::sleep(CONNECT_PAUSE).await;
+                }
+                connected => break connected,
+            }
+        };
+        connected.map_err(|error| {
             let socket = self.socket.clone();
             match error.kind() {
                 io::ErrorKind::PermissionDenied => {
@@ -397,5 +413,38 @@ mod tests {
         assert!(said.ends_with("no valid response: timeout after 0 s; see its log"), "{said}");
         let said = failure(&client, "/v1/a b");
         assert!(said.starts_with("Cannot encode the request to vgpud: invalid uri"), "{said}");
+    }
+
+    #[test]
+    fn a_socket_without_room_for_a_connection_is_tried_again() {
+        use nix::sys::socket::{Backlog, listen};
+        use std::io::{Read, Write};
+        use std::task::{Context, Waker};
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("socket");
+        let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        listen(&listener, Backlog::new(0).unwrap()).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let mut waiting = Vec::new();
+            while let Ok(stream) = UnixStream::connect(&socket).await {
+                waiting.push(stream);
+            }
+            let client = Client::new(socket);
+            let mut answer = std::pin::pin!(client.get::<u32>("/"));
+            // One attempt at least is made before there is room.
+            let mut context = Context::from_waker(Waker::noop());
+            assert!(answer.as_mut().poll(&mut context).is_pending());
+            let server = std::thread::spawn(move || {
+                for _ in 0..waiting.len() {
+                    listener.accept().unwrap();
+                }
+                let (mut stream, _) = listener.accept().unwrap();
+                let _ = stream.read(&mut [0; 1024]).unwrap();
+                stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n7").unwrap();
+            });
+            assert_eq!(answer.await.unwrap(), 7);
+            server.join().unwrap();
+        });
     }
 }

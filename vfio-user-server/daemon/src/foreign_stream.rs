@@ -1,6 +1,6 @@
 //! Connections of the I/O runtime that less trusted processes write to.
 //!
-//! The runtime has one thread, which must never wait for a descriptor to be closed.
+//! A runtime has one thread, which must never wait for a descriptor to be closed.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -47,6 +47,17 @@ impl ForeignStream {
         Ok(UnixStream::from_std(socket.into())?.into())
     }
 
+    /// Uses a connection that a listener has accepted.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the runtime cannot watch it.
+    pub fn accepted(socket: ForeignSocket) -> io::Result<Self> {
+        let stream = std::os::unix::net::UnixStream::from(socket.into_fd());
+        stream.set_nonblocking(true)?;
+        Ok(UnixStream::from_std(stream)?.into())
+    }
+
     /// Returns the peer's credentials.
     ///
     /// # Errors
@@ -63,15 +74,6 @@ impl ForeignStream {
     /// Never fails while the stream is in use.
     pub fn descriptor(&self) -> io::Result<BorrowedFd<'_>> {
         self.stream.as_ref().map(AsFd::as_fd).ok_or_else(gone)
-    }
-
-    /// Sends bytes without waiting. Returns how many were sent.
-    ///
-    /// # Errors
-    ///
-    /// Fails as send(2) does.
-    pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
-        self.stream.as_ref().ok_or_else(gone)?.try_write(bytes)
     }
 
     /// Reads bytes as [`AsyncRead::poll_read`]. `take` gets up to `max_fds` descriptors that came

@@ -1,6 +1,6 @@
 //! HTTP/1.1 connections of the control socket and of the web console, with their limits.
 //!
-//! * [`slots`]: limits of open connections
+//! * [`slots`]: limits of open connections; [`pace`]: limit of CPU time
 //! * `write_timeout`: limit of the time in which a client accepts an answer
 
 use std::io;
@@ -19,9 +19,11 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::log_limiter::LogLimiter;
+use pace::Pace;
 use slots::{Limits, Slot};
 use write_timeout::WriteTimeout;
 
+pub mod pace;
 pub mod slots;
 mod write_timeout;
 
@@ -35,8 +37,8 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Limit of the head of a request, in bytes.
 const MAX_HEAD: usize = 16 << 10;
 
-/// Pause after a failed accept.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Pause after a failed accept. Without free descriptors, each accept fails until one is closed.
+pub const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Highest limit of open files that the manager asks for.
 const MAX_FILES: u64 = 65_536;
@@ -63,15 +65,23 @@ pub fn console_limits(files: u64) -> Limits {
     Limits { total, ordinary: total, per_user: total / 4 }
 }
 
+/// Terms of a connection.
+#[derive(Clone, Debug)]
+pub struct Terms {
+    /// Limit of the time for the head of a request, and without a request.
+    pub idle: Duration,
+    /// Pace, until the client has a privilege.
+    pub pace: Option<Pace>,
+}
+
 /// Serves one connection until its end, or until its place is needed for another.
-/// `extend` adds what handlers know of the client to each request. `idle` limits the time for the
-/// head of a request, and without a request.
+/// `extend` adds what handlers know of the client to each request.
 pub async fn serve_connection<T: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     stream: T,
     extend: impl Fn(&mut Extensions) + Send + 'static,
     router: Router,
     slot: Slot,
-    idle: Duration,
+    Terms { idle, pace }: Terms,
 ) {
     let slot = Arc::new(slot);
     let extension = Arc::clone(&slot);
@@ -88,10 +98,19 @@ pub async fn serve_connection<T: AsyncRead + AsyncWrite + Send + Unpin + 'static
         .timer(TokioTimer::new())
         .header_read_timeout(idle)
         .max_buf_size(MAX_HEAD)
+        // A client that leaves keeps its place until its request has an answer. It could otherwise
+        // have more requests under way than it has places.
+        .half_close(pace.is_some())
         .serve_connection(io, service)
         .with_upgrades();
+    let served = async {
+        match pace {
+            Some(pace) => pace.run(|| !slot.is_privileged(), connection).await,
+            None => connection.await,
+        }
+    };
     tokio::select! {
-        served = connection => {
+        served = served => {
             if let Err(error) = served {
                 log::debug!("A connection has ended: {error}");
             }
@@ -113,12 +132,10 @@ impl ListenerLog {
         Self { name, limiter: LogLimiter::new(Instant::now()) }
     }
 
-    /// Logs a failed accept, and pauses. Without free descriptors, each accept fails until one is
-    /// closed.
-    pub async fn accept_failed(&mut self, error: &io::Error) {
+    /// Logs a failed accept.
+    pub fn accept_failed(&mut self, error: &io::Error) {
         let name = self.name;
         self.warn(format_args!("Cannot accept a connection to {name}: {error}"));
-        tokio::time::sleep(ACCEPT_PAUSE).await;
     }
 
     /// Logs a refused connection.
@@ -149,21 +166,57 @@ mod tests {
         }
     }
 
+    fn slots_for_one() -> Arc<slots::Slots> {
+        slots::Slots::new(Limits { total: 1, ordinary: 1, per_user: 1 })
+    }
+
     #[test]
     fn client_that_does_not_finish_its_request_is_disconnected() {
         use tokio::io::{AsyncReadExt, AsyncWriteExt};
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(async {
-            let slots = slots::Slots::new(Limits { total: 1, ordinary: 1, per_user: 1 });
+        crate::io_runtime::new(1).unwrap().block_on(async {
+            let slots = slots_for_one();
             let slot = slots.admit(None, false).unwrap();
             let (mut near, far) = tokio::io::duplex(1 << 10);
-            let idle = Duration::from_millis(50);
-            tokio::spawn(serve_connection(far, |_| (), Router::new(), slot, idle));
+            let terms = Terms { idle: Duration::from_millis(50), pace: None };
+            tokio::spawn(serve_connection(far, |_| (), Router::new(), slot, terms));
             near.write_all(b"GET / HTTP/1.1\r\nHost: x").await.unwrap();
             let mut answer = Vec::new();
             near.read_to_end(&mut answer).await.unwrap();
             // The place is free again.
             assert!(slots.admit(None, false).is_some());
+        });
+    }
+
+    #[test]
+    fn client_that_leaves_keeps_its_place_until_its_request_is_done() {
+        use axum::routing::get;
+        use tokio::io::AsyncWriteExt;
+        use tokio::sync::Notify;
+        crate::io_runtime::new(1).unwrap().block_on(async {
+            let slots = slots_for_one();
+            let slot = slots.admit(Some(7), false).unwrap();
+            let (begun, end) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+            let (begins, ends) = (Arc::clone(&begun), Arc::clone(&end));
+            let hold = async move || {
+                begins.notify_one();
+                ends.notified().await;
+            };
+            let router = Router::new().route("/", get(hold));
+            let (mut near, far) = tokio::io::duplex(1 << 10);
+            let pace = Some(pace::Budgets::default().pace(Some(7)));
+            let terms = Terms { idle: IDLE_TIMEOUT, pace };
+            let served = tokio::spawn(serve_connection(far, |_| (), router, slot, terms));
+            near.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+            begun.notified().await;
+            drop(near);
+            // The connection sees the end at its next turn.
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+            assert!(slots.admit(Some(7), false).is_none());
+            end.notify_one();
+            served.await.unwrap();
+            assert!(slots.admit(Some(7), false).is_some());
         });
     }
 }

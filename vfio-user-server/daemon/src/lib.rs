@@ -5,7 +5,7 @@
 //! * [`callouts`], [`console`]: callout scripts; screens of vGPUs
 //! * [`service`]: operations on vGPUs, for the HTTP servers
 //! * [`web_console`], [`api`]: HTTP services, with [`http_server`], [`http`] and [`blocking`] for
-//!   both
+//!   both; [`io_runtime`]: threads for them
 //! * [`worker`]: one vGPU, served over vfio-user
 //! * [`worker_protocol`], [`worker_client`]: messages between the manager and a worker; requests to
 //!   a worker; [`guest_pieces`]: guest memory in them
@@ -13,6 +13,7 @@
 //! * [`backend`]: GPU backends of this build
 //! * [`gpu_process`]: GPU process of a parent; [`context_process`]: memory and engine of a vGPU
 //! * [`spawn`]: start of processes and threads; signals to a process, and its end
+//! * [`cpu_budget`]: CPU time for the requests of others
 //! * [`systemd`]: socket activation and notifications
 //! * [`logger`], [`log_limiter`]: log lines, and their rate limit; [`vgpu_names`]: names of vGPUs
 //!   in them
@@ -25,11 +26,13 @@ pub mod callouts;
 pub mod child_logs;
 pub mod console;
 pub mod context_process;
+pub mod cpu_budget;
 pub mod foreign_stream;
 pub mod gpu_process;
 pub mod guest_pieces;
 pub mod http;
 pub mod http_server;
+pub mod io_runtime;
 pub mod log_limiter;
 pub mod logger;
 pub mod manager;

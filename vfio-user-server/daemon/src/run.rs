@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,14 +12,13 @@ use anyhow::{Context, bail};
 use mdev_core::definition::store::SCRIPTS;
 use mdev_core::ids::VgpuId;
 use nix::sys::stat::{Mode, umask};
-use tokio::net::UnixListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::api::Api;
 use crate::api::access::{Group, Rules};
-use crate::api::listener;
+use crate::api::listener::{self, Runtimes};
 use crate::api::router::router;
 use crate::callouts::Callouts;
 use crate::child_logs;
@@ -27,7 +27,7 @@ use crate::service::Service;
 use crate::web_console::request_guard::Address;
 use crate::web_console::server;
 use crate::web_console::sessions::Sessions;
-use crate::{http_server, spawn, systemd};
+use crate::{http_server, io_runtime, spawn, systemd};
 use vgpud_api::Version;
 
 /// Limit of the time in which the manager's thread ends its work after a signal. It takes 5 s to
@@ -37,6 +37,9 @@ const END_LIMIT: Duration = Duration::from_secs(15);
 
 /// Limit of threads that block on a worker's reply.
 const MAX_BLOCKING_THREADS: usize = 64;
+
+/// The same for requests of users who may read only.
+const MAX_BLOCKING_THREADS_FOR_READERS: usize = 16;
 
 /// Configuration of `vgpud run`.
 #[derive(Clone, Debug)]
@@ -66,11 +69,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     // The control socket outlives a failure after its creation, so the console's address is tried
     // before.
     let (web, sessions) = config.web.map(listen_web).transpose()?.unzip();
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .max_blocking_threads(MAX_BLOCKING_THREADS)
-        .build()
-        .context("Cannot start the I/O runtime")?;
+    let runtime = io_runtime::new(MAX_BLOCKING_THREADS).context("Cannot start the I/O runtime")?;
     let _context = runtime.enter();
     let signals = Signals::new().context("Cannot start the I/O runtime")?;
     let (handle, inbox) = manager::channel();
@@ -95,7 +94,14 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     }
     let api = Api { service: service.clone(), web_sessions: sessions };
     let router = router(api, config.access.clone());
-    let server = listener::serve(listener, router, config.access.clone(), files);
+    let runtimes = Runtimes {
+        admins: runtime.handle().clone(),
+        others: io_runtime::start("readers", MAX_BLOCKING_THREADS_FOR_READERS)
+            .context("Cannot start the I/O runtime")?,
+    };
+    let rules = config.access.clone();
+    listener::start(listener, router, move |peer| rules.level(peer), runtimes, files)
+        .context("Cannot serve the control socket")?;
     let (ended, end) = oneshot::channel::<()>();
     let thread = spawn::thread("manager", move || {
         manager.serve(&inbox);
@@ -105,11 +111,8 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     log::info!("Listening on {}", socket.display());
     systemd::ready();
     let has_ended = runtime.block_on(async {
-        let server = tokio::spawn(server);
         tokio::spawn(service.start_all(auto));
-        let has_ended = signals.relay(&handle, end).await;
-        server.abort();
-        has_ended
+        signals.relay(&handle, end).await
     });
     if owns_socket {
         // The file may be gone already.
@@ -196,7 +199,6 @@ impl Signals {
 /// Creates the control socket, for this user and a group.
 fn listen_api(path: &Path, group: Option<&Group>) -> anyhow::Result<UnixListener> {
     sockets::listen_for_group(path, group.map(|group| group.gid))
-        .and_then(UnixListener::from_std)
         .with_context(|| format!("Cannot listen on {}", path.display()))
 }
 

@@ -12,7 +12,7 @@ use sd_notify::NotifyState;
 use crate::spawn;
 
 /// Returns the control socket that the service manager passes (`LISTEN_FDS`), if any.
-pub fn listener() -> anyhow::Result<Option<tokio::net::UnixListener>> {
+pub fn listener() -> anyhow::Result<Option<UnixListener>> {
     let mut fds = sd_notify::listen_fds().context("Cannot read LISTEN_FDS and LISTEN_PID")?;
     let Some(fd) = fds.next() else { return Ok(None) };
     if fds.len() > 0 {
@@ -21,16 +21,15 @@ pub fn listener() -> anyhow::Result<Option<tokio::net::UnixListener>> {
             fds.len() + 1
         );
     }
-    let take = || {
+    let take = || -> io::Result<UnixListener> {
         let fd = spawn::inherited(fd)?;
         if !getsockopt(&fd, sockopt::AcceptConn)? {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let listener = UnixListener::from(fd);
-        listener.set_nonblocking(true)?;
         // Fails for a listening socket of another address family.
         listener.local_addr()?;
-        tokio::net::UnixListener::from_std(listener)
+        Ok(listener)
     };
     let what = "The service manager's socket is no UNIX socket to listen on (see ListenStream=)";
     take().context(what).map(Some)

@@ -133,7 +133,13 @@ pub(super) const ATTACKS: &[Attack] = &[
     },
     Attack {
         name: "other-users",
-        what: "users of the host reach a vGPU that is not theirs, or use up connections",
-        tests: &["system-tests/security/access", "system-tests/security/listeners"],
+        what: "users of the host reach a vGPU that is not theirs, use up connections, or send \
+               requests without end",
+        tests: &[
+            "system-tests/security/access",
+            "system-tests/security/listeners",
+            "vgpud/vgpud/api::listener",
+            "vgpud/vgpud/http_server",
+        ],
     },
 ];

@@ -109,6 +109,11 @@ impl Slot {
         true
     }
 
+    /// Returns whether the client has a privilege: it is an administrator, or has a session.
+    pub fn is_privileged(&self) -> bool {
+        self.privileged.load(Ordering::Relaxed)
+    }
+
     /// Returns once the connection is to be closed for another.
     pub async fn closed(&self) {
         self.closed.notified().await;

@@ -151,6 +151,10 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
     UnixListener::bind(path)
 }
 
+/// Connections that wait until the control socket accepts them. All users share them, so each one
+/// costs an administrator time.
+const CONTROL_BACKLOG: i32 = 128;
+
 /// Listens at a path for this user and, if given, a group, and replaces a file there. The socket
 /// has its group and mode before it accepts connections. A program that tries early is refused as
 /// if nothing listened, and not as a user who lacks the permission.
@@ -160,7 +164,7 @@ pub fn listen_for_group(path: &Path, group: Option<u32>) -> io::Result<UnixListe
     let socket = socket::socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     socket::bind(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
     share(path, group)?;
-    socket::listen(&socket, Backlog::MAXCONN)?;
+    socket::listen(&socket, Backlog::new(CONTROL_BACKLOG)?)?;
     Ok(socket.into())
 }
 

@@ -21,7 +21,9 @@ use super::sessions::{Monitors, SCREEN_PROTOCOL, Sessions};
 use crate::console::viewer;
 use crate::http::{HttpError, HttpResult, VgpuPath};
 use crate::http_server::slots::{Slot, Slots};
-use crate::http_server::{IDLE_TIMEOUT, ListenerLog, console_limits, serve_connection};
+use crate::http_server::{
+    ACCEPT_PAUSE, IDLE_TIMEOUT, ListenerLog, Terms, console_limits, serve_connection,
+};
 use crate::service::Service;
 use vgpud_api::{ErrorBody, ErrorCode, ErrorDetail};
 
@@ -100,10 +102,14 @@ async fn accept(listener: tokio::net::TcpListener, router: Router, files: u64) {
             Ok((stream, _)) => {
                 if let Some(slot) = slots.admit(None, false) {
                     let router = router.clone();
-                    tokio::spawn(serve_connection(stream, |_| (), router, slot, IDLE_TIMEOUT));
+                    let terms = Terms { idle: IDLE_TIMEOUT, pace: None };
+                    tokio::spawn(serve_connection(stream, |_| (), router, slot, terms));
                 }
             }
-            Err(error) => log.accept_failed(&error).await,
+            Err(error) => {
+                log.accept_failed(&error);
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
         }
     }
 }

@@ -37,7 +37,8 @@ pub use super::journal::Source;
 use super::journal::descriptors::Key;
 use super::journal::{Answer, OpenFile, ProgramChanges, ProgramState};
 use super::queue_thread::ProgramsInVm;
-use super::request_budget::{self, Budget};
+use super::request_budget;
+use crate::cpu_budget::Budget;
 use crate::worker_protocol::{MAX_PROCESSES, ProgramsStatus};
 use vgpud_api::AttachedClient;
 

@@ -41,7 +41,8 @@ use self::signals::{Order, Signals};
 use super::doorbell::Doorbell;
 use super::front_end;
 use super::journal::QueueRecorder;
-use super::request_budget::{self, Budget, thread_cpu_time};
+use super::request_budget;
+use crate::cpu_budget::{Budget, thread_cpu_time};
 use crate::log_limiter::LogLimiter;
 
 /// Time without a ring after which the guest is asked to withdraw the doorbell page.

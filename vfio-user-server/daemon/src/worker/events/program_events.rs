@@ -12,8 +12,8 @@ use mdev_core::gpu::Pending;
 use nix::errno::Errno;
 
 use super::{Worker, peer, source, unwatch, watch};
+use crate::cpu_budget::thread_cpu_time;
 use crate::worker::programs::{Changes, Source, Throttled};
-use crate::worker::request_budget::thread_cpu_time;
 use vgpud_api::AttachedClient;
 
 /// Tells a process that it cannot use the vGPU. The reply is the same in all versions.
