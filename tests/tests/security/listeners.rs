@@ -203,6 +203,31 @@ fn local_user_with_many_connections_leaves_room_in_the_web_console() -> Result<(
 }
 
 #[test]
+fn without_a_session_a_connection_to_the_console_has_one_request() -> Result<()> {
+    let vgpud = Vgpud::start_with(&["--web", "127.0.0.1:0"])?;
+    let (address, bearer) = session(&vgpud)?;
+    let answers = |path: &str, headers: &str| -> Result<usize> {
+        let mut socket = TcpStream::connect(address)?;
+        socket.set_read_timeout(Some(TIMEOUT))?;
+        let head = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n{headers}");
+        write!(socket, "{head}\r\n{head}\r\n{head}Connection: close\r\n\r\n")?;
+        let mut bytes = Vec::new();
+        // The end of a connection with unread requests is an error.
+        let _ = socket.read_to_end(&mut bytes);
+        Ok(String::from_utf8_lossy(&bytes).matches("HTTP/1.1 200").count())
+    };
+    let path = "/api/state/0/0";
+    ensure!(answers(path, &bearer)? == 3, "with a session");
+    leaves_administrators_alone(&vgpud, "console", || {
+        for _ in 0..100 {
+            let answers = answers("/icon.svg", "")?;
+            ensure!(answers == 1, "without a session: {answers}");
+        }
+        Ok(())
+    })
+}
+
+#[test]
 fn port_of_the_console_that_another_program_has_does_not_keep_vgpud_from_starting() -> Result<()> {
     let taken = TcpListener::bind("127.0.0.1:0")?;
     let address = taken.local_addr()?.to_string();

@@ -8,7 +8,7 @@ use axum::extract::rejection::JsonRejection;
 use axum::extract::ws::WebSocketUpgrade;
 use axum::extract::{DefaultBodyLimit, Extension, FromRef, FromRequestParts, Path, Request, State};
 use axum::http::request::Parts;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router, middleware};
@@ -20,15 +20,20 @@ use super::request_guard::{self, Address, RequestGuard};
 use super::sessions::{Monitors, SCREEN_PROTOCOL, Sessions};
 use crate::console::viewer;
 use crate::http::{HttpError, HttpResult, VgpuPath};
+use crate::http_server::pace::Budgets;
 use crate::http_server::slots::{Slot, Slots};
 use crate::http_server::{
     ACCEPT_PAUSE, IDLE_TIMEOUT, ListenerLog, Terms, console_limits, serve_connection,
 };
+use crate::io_runtime;
 use crate::service::Service;
 use vgpud_api::{ErrorBody, ErrorCode, ErrorDetail};
 
 /// Longest request body, in bytes: a ticket.
 const MAX_BODY: usize = 1 << 10;
+
+/// Limit of threads that block on a worker's reply or encode a screen.
+const MAX_BLOCKING_THREADS: usize = 64;
 
 /// Pause between attempts to listen on an address that another program has.
 const LISTEN_PAUSE: Duration = Duration::from_secs(1);
@@ -61,14 +66,17 @@ impl FromRef<Console> for Service {
     }
 }
 
-/// Starts the console's server, which runs until the runtime ends. Without a listener, the address
-/// is tried again until it is free. `files` is this process' limit of open files.
+/// Starts the console's server, on a thread of its own: any user of the host can connect. Without a
+/// listener, the address is tried again until it is free. `files` is this process' limit of open
+/// files.
 pub fn serve(
     listener: Option<TcpListener>,
     service: Service,
     sessions: Arc<Sessions>,
     files: u64,
 ) -> std::io::Result<()> {
+    let runtime = io_runtime::start("console", MAX_BLOCKING_THREADS)?;
+    let _context = runtime.enter();
     let listener = listener.map(from_std).transpose()?;
     let history = Arc::new(History::default());
     tokio::spawn(Arc::clone(&history).record(service.clone()));
@@ -96,13 +104,14 @@ fn from_std(listener: TcpListener) -> std::io::Result<tokio::net::TcpListener> {
 /// Accepts connections. One with a session is not closed for another.
 async fn accept(listener: tokio::net::TcpListener, router: Router, files: u64) {
     let slots = Slots::new(console_limits(files));
+    let budgets = Budgets::default();
     let mut log = ListenerLog::new("the web console");
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 if let Some(slot) = slots.admit(None, false) {
                     let router = router.clone();
-                    let terms = Terms { idle: IDLE_TIMEOUT, pace: None };
+                    let terms = Terms { idle: IDLE_TIMEOUT, pace: Some(budgets.pace(None)) };
                     tokio::spawn(serve_connection(stream, |_| (), router, slot, terms));
                 }
             }
@@ -142,7 +151,21 @@ fn router(console: Console) -> Router {
         router = router.route(path, get(([(header::CONTENT_TYPE, kind)], text)));
     }
     let guard = RequestGuard::new(console.sessions.address());
-    router.layer(middleware::from_fn_with_state(guard, request_guard::check)).with_state(console)
+    router
+        .layer(middleware::from_fn_with_state(guard, request_guard::check))
+        .layer(middleware::from_fn(close_without_session))
+        .with_state(console)
+}
+
+/// Ends a connection after its first request, unless that has a session. Who has none can then not
+/// send more requests than new connections are served.
+async fn close_without_session(request: Request, next: middleware::Next) -> Response {
+    let place = request.extensions().get::<Arc<Slot>>().cloned();
+    let mut response = next.run(request).await;
+    if !place.is_some_and(|place| place.is_privileged()) {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
 }
 
 /// Ends a request whose body does not arrive.
