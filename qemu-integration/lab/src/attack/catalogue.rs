@@ -91,6 +91,7 @@ pub(super) const ATTACKS: &[Attack] = &[
         what: "names, command lines and answers without an end, or with control characters",
         tests: &[
             "mdev-core/mdev_core/untrusted",
+            "vgpud/vgpud/console::qmp_input",
             "vgpud/vgpud/service::attached_vm",
             "vgpud/vgpud/worker_client",
             "vgpuctl/vgpuctl/commands::vm_state",

@@ -6,11 +6,11 @@
 
 use std::io;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio::io::{
-    AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, ReadHalf, WriteHalf,
+    AsyncBufRead, AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, WriteHalf,
 };
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -21,8 +21,12 @@ use crate::foreign_stream::ForeignStream;
 /// Timeout of the monitor. QEMU answers at once, unless another client is connected.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Longest line from QEMU, in bytes.
-const MAX_LINE: u64 = 1 << 20;
+/// Limit of what QEMU sends until the input works, in bytes: some hundred bytes are usual.
+const MAX_GREETING: u64 = 64 << 10;
+
+/// What QEMU may send at once, and in a second, after that: answers of 20 bytes, and events.
+const BURST: usize = 1 << 20;
+const BYTES_PER_SECOND: usize = 64 << 10;
 
 /// Maximum number of keys held at the same time.
 const MAX_HELD: usize = 32;
@@ -67,7 +71,8 @@ impl QmpInput {
             )));
         }
         let (reader, writer) = tokio::io::split(stream);
-        let mut reader = BufReader::new(reader);
+        // A VM that was taken over can be its monitor.
+        let mut reader = BufReader::new(reader.take(MAX_GREETING));
         let greeting = read_line(&mut reader).await?;
         if greeting.get("QMP").is_none() {
             return Err(io::Error::other("it is not a QMP monitor; give the VM one with -qmp"));
@@ -87,7 +92,7 @@ impl QmpInput {
         let mice = mice.as_array().map(Vec::as_slice).unwrap_or_default();
         monitor.absolute =
             mice.iter().any(|mouse| mouse["current"] == true && mouse["absolute"] == true);
-        monitor.reader = tokio::spawn(discard(reader));
+        monitor.reader = tokio::spawn(discard(reader.into_inner().into_inner()));
         Ok(monitor)
     }
 
@@ -100,6 +105,10 @@ impl QmpInput {
     async fn send(&mut self, events: &[Value]) -> io::Result<()> {
         if events.is_empty() {
             return Ok(());
+        }
+        if self.reader.is_finished() {
+            let why = "the VM's monitor has closed the connection, or sends too much";
+            return Err(io::Error::other(why));
         }
         self.execute("input-send-event", &json!({ "events": events })).await
     }
@@ -198,11 +207,12 @@ impl Drop for QmpInput {
 /// Reads the next message from QEMU.
 async fn read_line(reader: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Value> {
     let mut line = Vec::new();
-    reader.take(MAX_LINE).read_until(b'\n', &mut line).await?;
-    if line.is_empty() {
-        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it has closed the connection"));
+    reader.read_until(b'\n', &mut line).await?;
+    match line.last() {
+        None => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it has closed the connection")),
+        Some(b'\n') => Ok(serde_json::from_slice(&line)?),
+        Some(_) => Err(io::Error::other("it sends too much, or has closed the connection")),
     }
-    Ok(serde_json::from_slice(&line)?)
 }
 
 /// Reads the result of a command, and skips events.
@@ -218,12 +228,21 @@ async fn read_result(reader: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Val
     }
 }
 
-/// Reads and discards QEMU's messages, so that its output buffer stays empty; logs errors.
-async fn discard(mut reader: BufReader<ReadHalf<ForeignStream>>) {
-    while let Ok(message) = read_line(&mut reader).await {
-        if let Some(error) = message.get("error") {
-            log::debug!("QEMU refuses an input event: {error}");
+/// Reads and discards QEMU's messages, so that its output buffer stays empty. Ends if there are too
+/// many: QEMU then waits for a reader, and its VM has no input.
+async fn discard(mut reader: impl AsyncRead + Unpin) {
+    let mut bytes = vec![0; 8 << 10];
+    let (mut left, mut updated) = (BURST, Instant::now());
+    while let Ok(read @ 1..) = reader.read(&mut bytes).await {
+        let earned = updated.elapsed().as_millis() as usize * BYTES_PER_SECOND / 1000;
+        if earned > 0 {
+            (left, updated) = (left.saturating_add(earned).min(BURST), Instant::now());
         }
+        let Some(less) = left.checked_sub(read) else {
+            log::debug!("A monitor sends too much: its connection is not read any more");
+            return;
+        };
+        left = less;
     }
 }
 
@@ -355,6 +374,45 @@ mod tests {
                 assert_eq!(opened.unwrap_err().to_string(), reason);
             });
         }
+    }
+
+    /// Serves a monitor that sends `begin`, then events without end. Returns what `body` returns.
+    fn flooded<T>(begin: &str, body: impl AsyncFnOnce(io::Result<QmpInput>) -> T) -> T {
+        run(async {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("qmp");
+            let listener = UnixListener::bind(&path).unwrap();
+            let flood = async {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                stream.write_all(begin.as_bytes()).await.unwrap();
+                // The manager may have disconnected.
+                while stream.write_all(b"{\"event\": [0, 0, 0, 0, 0, 0, 0]}\n").await.is_ok() {}
+                std::future::pending::<T>().await
+            };
+            let own = std::process::id().cast_signed();
+            tokio::select! {
+                _ = flood => unreachable!(),
+                done = async { body(QmpInput::open(&path, own).await).await } => done,
+            }
+        })
+    }
+
+    #[test]
+    fn a_monitor_that_sends_events_without_end_is_not_opened() {
+        let error = flooded("{\"QMP\": {}}\n", async |opened| opened.unwrap_err());
+        assert!(error.to_string().starts_with("it sends too much"), "{error}");
+    }
+
+    #[test]
+    fn a_monitor_that_floods_loses_its_input() {
+        let begin = "{\"QMP\": {}}\n{\"return\": {}}\n{\"return\": []}\n";
+        let error = flooded(begin, async |opened| {
+            let mut monitor = opened.unwrap();
+            let ended = timeout(Duration::from_secs(60), &mut monitor.reader).await;
+            ended.expect("the flood goes on").unwrap();
+            monitor.key(true, u32::from(b'a')).await.unwrap_err()
+        });
+        assert!(error.to_string().ends_with("sends too much"), "{error}");
     }
 
     #[test]
