@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use foreign_fds::{ForeignFd, ForeignSocket};
 use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{
     AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, accept4, bind,
     connect, listen, sendmsg, setsockopt, socket, socketpair,
@@ -71,6 +72,15 @@ impl SeqPacket {
     /// ([`foreign_fds::refuse`]).
     pub fn connect_without_fds(path: &Path, timeout: Duration) -> io::Result<Self> {
         Self(ForeignSocket::refusing(new_socket()?)).connected(path, timeout)
+    }
+
+    /// Connects as [`Self::connect_without_fds`], for calls that do not wait. Fails with
+    /// `WouldBlock` if the listener has no room for a connection.
+    pub fn try_connect_without_fds(path: &Path) -> io::Result<Self> {
+        let socket = ForeignSocket::refusing(new_socket()?);
+        fcntl(&socket, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+        Ok(Self(socket))
     }
 
     fn connected(self, path: &Path, timeout: Duration) -> io::Result<Self> {

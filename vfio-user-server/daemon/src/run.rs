@@ -87,7 +87,8 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     let config_dir = &config.manager.config_dir;
     let callouts = Callouts::new(vec![config.scripts_dir.clone(), config_dir.join(SCRIPTS)]);
     let auto = start_auto(&mut manager, &callouts);
-    let service = Service::new(handle.clone(), callouts, version(config, &run_dir));
+    let questions = io_runtime::start("statuses", 1).context("Cannot start the I/O runtime")?;
+    let service = Service::new(handle.clone(), callouts, version(config, &run_dir), questions);
     if let (Some(web), Some(sessions)) = (web, sessions.clone()) {
         server::serve(web, service.clone(), sessions, files)
             .context("Cannot serve the web console")?;

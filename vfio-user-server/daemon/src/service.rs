@@ -14,6 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use mdev_core::ids::VgpuId;
+use tokio::runtime;
 
 use crate::callouts::Callouts;
 use crate::console::live_screens::LiveScreens;
@@ -54,8 +55,14 @@ pub struct Service {
 }
 
 impl Service {
-    /// Creates a service that calls `manager`, with `callouts` around changes.
-    pub fn new(manager: Handle, callouts: Callouts, version: Version) -> Self {
+    /// Creates a service that calls `manager`, with `callouts` around changes, and asks workers on
+    /// the runtime `questions`.
+    pub fn new(
+        manager: Handle,
+        callouts: Callouts,
+        version: Version,
+        questions: runtime::Handle,
+    ) -> Self {
         let limiter = Arc::<ReadoutLimiter>::default();
         Self {
             screens: Arc::new(LiveScreens::new(manager.clone(), Arc::clone(&limiter))),
@@ -64,7 +71,7 @@ impl Service {
             manager,
             callouts,
             version: Arc::new(version),
-            statuses: Arc::default(),
+            statuses: Arc::new(WorkerStatuses::new(questions)),
             names: Arc::default(),
             saving: saving::Saving::default(),
             program: upgrading::OwnProgram::default(),

@@ -1,5 +1,5 @@
-//! Client of a worker's control socket. Each call blocks for at most [`TIMEOUT`], so calls are made
-//! on threads that may block, not on the manager's thread.
+//! Client of a worker's control socket. Each call but [`ask_status`] blocks for [`TIMEOUT`] at
+//! most. So calls are made on threads that may block, not on the manager's thread.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,10 +8,12 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use foreign_fds::ForeignFd;
-use ipc::seqpacket::{MAX_PACKET, SeqPacket};
+use ipc::seqpacket::{MAX_PACKET, Packet, SeqPacket};
 use mdev_core::device::{ConfigWrite, Scanout};
 use mdev_core::gpu::StagedCopy;
 use mdev_core::untrusted::one_line;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 use crate::spawn;
 use crate::worker::journal::descriptors::{Key, Message};
@@ -30,6 +32,12 @@ const SAVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Limit of the wait for a worker to start.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Pause between attempts to connect to a worker whose listener has no room.
+const CONNECT_PAUSE: Duration = Duration::from_millis(10);
+
+/// Question for a worker's status.
+const STATUS: WorkerRequest = WorkerRequest::Status { version: OLDEST };
 
 /// Limit of the warnings of a worker.
 const MAX_WARNINGS: usize = 16;
@@ -52,14 +60,48 @@ pub fn patient_status(control: &Path) -> io::Result<WorkerStatus> {
     status_within(START_TIMEOUT, control)
 }
 
+/// Requests a worker's status as [`status`], without a thread that waits for the worker.
+pub async fn ask_status(control: &Path) -> io::Result<WorkerStatus> {
+    let reply = tokio::time::timeout(TIMEOUT, ask(control, &STATUS)).await;
+    supported(reply.unwrap_or_else(|_| Err(silent())))
+}
+
+/// Sends a request whose reply has no descriptors.
+async fn ask(control: &Path, message: &WorkerRequest) -> io::Result<WorkerReply> {
+    let socket = loop {
+        match SeqPacket::try_connect_without_fds(control) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                tokio::time::sleep(CONNECT_PAUSE).await;
+            }
+            connected => break connected?,
+        }
+    };
+    // A new connection has room for a packet.
+    socket.try_send(&serde_json::to_vec(message)?, &[])?;
+    // SAFETY: the descriptor is open for as long as it is borrowed.
+    let watched = unsafe { AsyncFd::register_with_interest(socket.as_fd(), Interest::READABLE) }?;
+    let mut buffer = Vec::new();
+    let receive = |_: &BorrowedFd<'_>| {
+        buffer.resize(MAX_PACKET, 0);
+        socket.try_recv(&mut buffer)
+    };
+    let packet = watched.async_io(Interest::READABLE, receive).await?;
+    Ok(reply_in(packet, &buffer)?.0)
+}
+
 fn status_within(timeout: Duration, control: &Path) -> io::Result<WorkerStatus> {
+    let reply = exchange_within(timeout, control, &STATUS, &[], Takes::NoFds);
+    supported(reply.map(|(reply, _)| reply))
+}
+
+/// Returns the status in a reply, if this manager can use the worker.
+fn supported(reply: io::Result<WorkerReply>) -> io::Result<WorkerStatus> {
     let unsupported = |what: &str| {
         let known = format!("this vgpud speaks {OLDEST} to {VERSION}");
         io::Error::new(io::ErrorKind::Unsupported, format!("The worker {what}; {known}"))
     };
-    let question = WorkerRequest::Status { version: OLDEST };
-    let reply = match exchange_within(timeout, control, &question, &[], Takes::NoFds) {
-        Ok((reply, _)) => reply,
+    let reply = match reply {
+        Ok(reply) => reply,
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
             return Err(unsupported("does not speak a supported version of the control protocol"));
         }
@@ -414,6 +456,11 @@ fn exchange_on(
         io::ErrorKind::WouldBlock => silent(),
         _ => error,
     })?;
+    reply_in(packet, &buffer)
+}
+
+/// Returns the reply in a packet that was received, with its descriptors.
+fn reply_in(packet: Option<Packet>, buffer: &[u8]) -> io::Result<(WorkerReply, Vec<ForeignFd>)> {
     let packet = packet.ok_or_else(|| {
         io::Error::new(io::ErrorKind::UnexpectedEof, "The worker closed the connection")
     })?;

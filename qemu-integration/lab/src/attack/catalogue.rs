@@ -125,6 +125,7 @@ pub(super) const ATTACKS: &[Attack] = &[
             "system-tests/security/cgroups",
             "vendor-backends/nvidia/hostile_worker",
             "vgpud/vgpud/anchor::restarts",
+            "vgpud/vgpud/service::worker_statuses",
         ],
     },
     Attack {

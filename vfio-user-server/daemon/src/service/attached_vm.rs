@@ -51,7 +51,7 @@ impl Service {
             };
         }
         let Some(control) = listed.control else { return Ok(()) };
-        let error = match blocking::run(move || worker_client::status(&control)).await? {
+        let error = match worker_client::ask_status(&control).await {
             Ok(WorkerStatus { client: None, .. }) => return Ok(()),
             Ok(WorkerStatus { client: Some(vm), .. }) => {
                 let name = self.names.of(id, vm.pid).await;

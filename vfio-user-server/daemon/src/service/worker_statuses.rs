@@ -1,6 +1,7 @@
-//! Statuses of workers. Each worker is asked by one thread at a time, and requests that wait for it
+//! Statuses of workers. Each worker is asked one question at a time, and requests that wait for it
 //! share its answer. A worker that did not answer costs later requests no time: they get its last
-//! status, and it is asked again aside.
+//! status, and it is asked again aside. No thread waits for an answer, so that any number of silent
+//! workers leaves the threads to others.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -8,11 +9,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use mdev_core::ids::VgpuId;
+use tokio::runtime::Handle;
 use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard};
 
 use crate::manager::ClientReport;
+use crate::worker_client;
 use crate::worker_protocol::WorkerStatus;
-use crate::{blocking, worker_client};
 
 /// Wait for an answer where the last status will do. A worker that shares a GPU with one whose
 /// memory the driver releases can answer seconds later.
@@ -42,12 +44,16 @@ pub struct Told {
 }
 
 /// Workers that were asked.
-#[derive(Debug, Default)]
-pub struct WorkerStatuses(Mutex<HashMap<(VgpuId, u32), Arc<Worker>>>);
+#[derive(Debug)]
+pub struct WorkerStatuses {
+    workers: Mutex<HashMap<(VgpuId, u32), Arc<Worker>>>,
+    /// Asks the workers. A question that many wait for does not wait for what computes elsewhere.
+    runtime: Handle,
+}
 
 #[derive(Debug, Default)]
 struct Worker {
-    /// Held by the thread that asks the worker.
+    /// Held by the task that asks the worker.
     asking: Arc<AsyncMutex<()>>,
     last: Mutex<Last>,
 }
@@ -70,27 +76,29 @@ impl Worker {
         Told { status: self.last().status.clone(), answers }
     }
 
-    /// Asks the worker on a thread that holds `guard`. Returns whether it answered.
+    /// Asks the worker in a task that holds `guard`. Returns whether it answered.
     async fn ask(self: Arc<Self>, asked: Asked, guard: OwnedMutexGuard<()>) -> bool {
-        let question = move || {
-            let begun = Instant::now();
-            let answer = worker_client::status(&asked.control);
-            let mut last = self.last();
-            last.silent = answer.is_err().then_some(begun);
-            if let Ok(status) = answer {
-                last.status = Some(status);
-                last.answered = Some(begun);
-            }
-            drop(guard);
-            last.silent.is_none()
-        };
-        blocking::run(question).await.unwrap_or(false)
+        let begun = Instant::now();
+        let answer = worker_client::ask_status(&asked.control).await;
+        let mut last = self.last();
+        last.silent = answer.is_err().then_some(begun);
+        if let Ok(status) = answer {
+            last.status = Some(status);
+            last.answered = Some(begun);
+        }
+        drop(guard);
+        last.silent.is_none()
     }
 }
 
 impl WorkerStatuses {
+    /// Creates a list without workers, which are asked on `runtime`.
+    pub fn new(runtime: Handle) -> Self {
+        Self { workers: Mutex::default(), runtime }
+    }
+
     fn worker(&self, asked: &Asked) -> Arc<Worker> {
-        let mut workers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
         // A new worker of a vGPU replaces the old one.
         workers.retain(|(vgpu, pid), _| *vgpu != asked.vgpu || *pid == asked.pid);
         Arc::clone(workers.entry((asked.vgpu, asked.pid)).or_default())
@@ -98,7 +106,7 @@ impl WorkerStatuses {
 
     /// Forgets the workers of vGPUs that are gone.
     pub fn retain(&self, vgpus: &[VgpuId]) {
-        let mut workers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
         workers.retain(|(vgpu, _), _| vgpus.contains(vgpu));
     }
 
@@ -127,7 +135,7 @@ impl WorkerStatuses {
             if since.elapsed() >= SILENT_PAUSE
                 && let Ok(guard) = Arc::clone(&worker.asking).try_lock_owned()
             {
-                tokio::spawn(Arc::clone(&worker).ask(asked, guard));
+                self.runtime.spawn(Arc::clone(&worker).ask(asked, guard));
             }
             return worker.told(false);
         }
@@ -142,8 +150,8 @@ impl WorkerStatuses {
         if answered.is_some_and(|begun| begun >= requested) {
             return worker.told(true);
         }
-        let answers = Arc::clone(&worker).ask(asked, guard).await;
-        worker.told(answers)
+        let question = self.runtime.spawn(Arc::clone(&worker).ask(asked, guard));
+        worker.told(question.await.unwrap_or(false))
     }
 }
 
@@ -172,7 +180,7 @@ mod tests {
         let asked = Asked { vgpu: VgpuId(uuid::Uuid::nil()), pid: 1, control };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let statuses = Arc::<WorkerStatuses>::default();
+            let statuses = Arc::new(WorkerStatuses::new(Handle::current()));
             let begun = Instant::now();
             let readers: Vec<_> = (0..40)
                 .map(|_| {
@@ -188,6 +196,28 @@ mod tests {
             assert!(!statuses.ask(asked).await.answers);
             assert!(begun.elapsed() < worker_client::TIMEOUT / 2);
         });
+    }
+
+    #[test]
+    fn silent_workers_take_no_thread_from_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let control = folder.path().join("control.sock");
+        let _listener = SeqPacketListener::bind(&control).unwrap();
+        let asked = Asked { vgpu: VgpuId(uuid::Uuid::nil()), pid: 1, control };
+        // The runtime's only thread for calls that block is kept until the end.
+        let (end, ends) = std::sync::mpsc::channel::<()>();
+        let (done, is_done) = std::sync::mpsc::channel();
+        let test = std::thread::spawn(move || {
+            crate::io_runtime::new(1).unwrap().block_on(async {
+                let kept = tokio::task::spawn_blocking(move || ends.recv());
+                let told = WorkerStatuses::new(Handle::current()).ask(asked).await;
+                done.send(told.answers).unwrap();
+                let _ = kept.await.unwrap();
+            });
+        });
+        assert_eq!(is_done.recv_timeout(Duration::from_secs(60)), Ok(false));
+        drop(end);
+        test.join().unwrap();
     }
 
     #[test]
@@ -209,7 +239,7 @@ mod tests {
         let asked = Asked { vgpu: VgpuId(uuid::Uuid::nil()), pid: 1, control };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let statuses = WorkerStatuses::default();
+            let statuses = WorkerStatuses::new(Handle::current());
             statuses.learn(&asked, status(false));
             assert!(statuses.ask_soon(asked.clone()).await.answers);
             let begun = Instant::now();
