@@ -2,22 +2,32 @@
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 /// Timeout of an answer. QEMU answers at once, unless a vCPU holds its big lock.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
-/// Longest line of QEMU, in bytes. The largest answer, that to `query-qmp-schema`, has a tenth.
-const MAX_LINE: usize = 4 << 20;
+/// Longest line of QEMU, in bytes. The largest answer, that to `query-qmp-schema`, has less than
+/// half. A parsed answer may need ninety times its length in memory.
+const MAX_LINE: usize = 1 << 20;
+
+/// Limit of the lines between a command and its answer, in bytes. An event has some 100.
+const MAX_BEFORE_ANSWER: usize = 1 << 20;
 
 /// Number of events that are kept between commands. A VM can cause any number of them.
 const MAX_EVENTS: usize = 1024;
+
+/// Longest name of an event that is kept, in bytes. QEMU's longest has half.
+const MAX_EVENT_NAME: usize = 64;
 
 /// Error of a monitor.
 #[derive(Debug, thiserror::Error)]
@@ -49,6 +59,9 @@ pub enum QmpError {
         /// Time limit.
         seconds: u64,
     },
+    /// Events without end instead of an answer. The connection is ended.
+    #[error("QEMU sent {MAX_BEFORE_ANSWER} bytes of events and no answer to {0}")]
+    Flood(String),
     /// The connection ended.
     #[error("QEMU has ended{0}")]
     Ended(String),
@@ -63,12 +76,38 @@ fn ended(error: &io::Error) -> QmpError {
     QmpError::Ended(format!(": {error}"))
 }
 
+/// What is used of a message of QEMU. A VM's process chooses what it sends, and what is not used
+/// is not kept.
+#[derive(Debug, Deserialize)]
+struct Message {
+    #[serde(rename = "QMP")]
+    greeting: Option<IgnoredAny>,
+    event: Option<String>,
+    #[serde(rename = "return", default, deserialize_with = "present")]
+    result: Option<Value>,
+    error: Option<Refusal>,
+}
+
+/// QEMU's error.
+#[derive(Debug, Deserialize)]
+struct Refusal {
+    #[serde(default)]
+    desc: String,
+}
+
+/// Tells a value of `null` from no value.
+fn present<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Option<Value>, D::Error> {
+    Value::deserialize(from).map(Some)
+}
+
 /// Connection with negotiated capabilities.
 #[derive(Debug)]
 pub struct Qmp {
     reader: BufReader<UnixStream>,
+    /// The last line, or the part of the next one that has come.
     line: Vec<u8>,
-    events: VecDeque<Value>,
+    /// Names of events.
+    events: VecDeque<String>,
 }
 
 impl Qmp {
@@ -80,8 +119,9 @@ impl Qmp {
             Self { reader: BufReader::new(stream), line: Vec::new(), events: VecDeque::new() };
         let greeting = qmp.next(Instant::now() + ANSWER_LIMIT)?;
         let greeting = greeting.ok_or_else(|| QmpError::NoMonitor("no greeting".into()))?;
-        if greeting.get("QMP").is_none() {
-            return Err(QmpError::NoMonitor(format!("the greeting is {greeting}")));
+        if greeting.greeting.is_none() {
+            let greeting = String::from_utf8_lossy(&qmp.line);
+            return Err(QmpError::NoMonitor(format!("the greeting is {}", greeting.trim_end())));
         }
         qmp.execute("qmp_capabilities", &json!({}))?;
         Ok(qmp)
@@ -117,37 +157,45 @@ impl Qmp {
 
     fn answer(&mut self, command: &str) -> Result<Value> {
         let deadline = Instant::now() + ANSWER_LIMIT;
-        while let Some(mut message) = self.next(deadline)? {
-            if let Some(value) = message.get_mut("return") {
-                return Ok(value.take());
+        let mut before = 0;
+        while let Some(message) = self.next(deadline)? {
+            if let Some(value) = message.result {
+                return Ok(value);
             }
-            if let Some(error) = message.get("error") {
-                let text = error.get("desc").and_then(Value::as_str).unwrap_or_default();
-                let (command, text) = (command.to_owned(), text.to_owned());
-                return Err(QmpError::Refused { command, text });
+            let command = || command.to_owned();
+            if let Some(Refusal { desc: text }) = message.error {
+                return Err(QmpError::Refused { command: command(), text });
             }
-            if self.events.len() == MAX_EVENTS {
-                self.events.pop_front();
+            before += self.line.len();
+            if before > MAX_BEFORE_ANSWER {
+                // The other end may be gone already.
+                let _ = self.reader.get_ref().shutdown(Shutdown::Both);
+                return Err(QmpError::Flood(command()));
             }
-            self.events.push_back(message);
+            if let Some(name) = message.event.filter(|name| name.len() <= MAX_EVENT_NAME) {
+                if self.events.len() == MAX_EVENTS {
+                    self.events.pop_front();
+                }
+                self.events.push_back(name);
+            }
         }
         Err(QmpError::Silent { what: format!("answer {command}"), seconds: ANSWER_LIMIT.as_secs() })
     }
 
     /// Waits for an event of this name and discards earlier events.
-    pub fn wait_event(&mut self, name: &str, timeout: Duration) -> Result<Value> {
+    pub fn wait_event(&mut self, name: &str, timeout: Duration) -> Result<()> {
         let deadline = Instant::now() + timeout;
         loop {
-            let event = match self.events.pop_front() {
-                Some(event) => Some(event),
-                None => self.next(deadline)?,
-            };
-            let Some(event) = event else {
+            let event = if let Some(event) = self.events.pop_front() {
+                Some(event)
+            } else if let Some(message) = self.next(deadline)? {
+                message.event
+            } else {
                 let what = format!("send the event {name}");
                 return Err(QmpError::Silent { what, seconds: timeout.as_secs() });
             };
-            if event.get("event").and_then(Value::as_str) == Some(name) {
-                return Ok(event);
+            if event.as_deref() == Some(name) {
+                return Ok(());
             }
         }
     }
@@ -158,7 +206,10 @@ impl Qmp {
     }
 
     /// Returns the next message, or none after the deadline.
-    fn next(&mut self, deadline: Instant) -> Result<Option<Value>> {
+    fn next(&mut self, deadline: Instant) -> Result<Option<Message>> {
+        if self.line.ends_with(b"\n") {
+            self.line.clear();
+        }
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -173,9 +224,7 @@ impl Qmp {
                 }
                 Ok(0) => return Err(QmpError::Ended(String::new())),
                 Ok(_) if self.line.ends_with(b"\n") => {
-                    let message = serde_json::from_slice(&self.line);
-                    self.line.clear();
-                    return Ok(Some(message?));
+                    return Ok(Some(serde_json::from_slice(&self.line)?));
                 }
                 Ok(_) => {}
                 Err(error)
@@ -201,7 +250,7 @@ mod tests {
         let mut qmp =
             Qmp { reader: BufReader::new(near), line: Vec::new(), events: VecDeque::new() };
         let error = qmp.next(Instant::now() + ANSWER_LIMIT).unwrap_err().to_string();
-        assert!(error.ends_with("a line beyond 4194304 bytes"), "{error}");
+        assert!(error.ends_with("a line beyond 1048576 bytes"), "{error}");
         drop(qmp);
         sending.join().unwrap();
     }
@@ -236,6 +285,48 @@ mod tests {
         server.join().unwrap();
     }
 
+    #[test]
+    fn events_without_end_end_the_connection_and_are_not_kept() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let mut qmp =
+            Qmp { reader: BufReader::new(near), line: Vec::new(), events: VecDeque::new() };
+        let sending = std::thread::spawn(move || {
+            let mut far = &far;
+            let data = "{\"\":0},".repeat(8 << 10);
+            let name = "x".repeat(MAX_EVENT_NAME);
+            while far
+                .write_all(format!("{{\"event\":\"{name}\",\"data\":[{data}0]}}\n").as_bytes())
+                .is_ok()
+            {
+                far.write_all(b"{\"event\":\"STOP\"}\n{\"no\":\"event\"}\n").unwrap_or_default();
+            }
+        });
+        let error = qmp.execute("query-status", &json!({})).unwrap_err().to_string();
+        assert_eq!(error, "QEMU sent 1048576 bytes of events and no answer to query-status");
+        sending.join().unwrap();
+        assert!(qmp.events.iter().all(|name| name.len() <= MAX_EVENT_NAME), "{:?}", qmp.events);
+        assert!(qmp.execute("cont", &json!({})).is_err(), "the connection has ended");
+    }
+
+    #[test]
+    fn the_latest_events_are_kept_by_their_names() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        let mut qmp =
+            Qmp { reader: BufReader::new(near), line: Vec::new(), events: VecDeque::new() };
+        let sending = std::thread::spawn(move || {
+            let mut lines = "{\"event\":\"OLD\"}\n{\"event\":\"STOP\",\"data\":{}}\n".to_owned();
+            lines += &"{\"event\":\"NEW\"}\n".repeat(MAX_EVENTS - 1);
+            far.write_all(lines.as_bytes()).unwrap();
+            let long = "x".repeat(MAX_EVENT_NAME + 1);
+            writeln!(far, "{{\"event\":\"{long}\"}}\n{{\"return\":null}}").unwrap();
+        });
+        assert_eq!(qmp.execute("qom-get", &json!({})).unwrap(), Value::Null);
+        sending.join().unwrap();
+        assert_eq!(qmp.events.len(), MAX_EVENTS);
+        assert_eq!(qmp.events[0], "STOP");
+        assert!(qmp.events.iter().skip(1).all(|name| name == "NEW"));
+    }
+
     /// Returns the error of a connection to a server that greets so.
     fn greeted(greeting: &'static [u8]) -> String {
         let folder = tempfile::tempdir().unwrap();
@@ -252,7 +343,7 @@ mod tests {
 
     #[test]
     fn what_is_no_monitor_is_told_apart() {
-        let other = "It is no QMP monitor, or another client uses it: the greeting is {\"a\":1}";
+        let other = "It is no QMP monitor, or another client uses it: the greeting is {\"a\": 1}";
         assert_eq!(greeted(b"{\"a\": 1}\n"), other);
         let text = greeted(b"SSH-2.0\n");
         assert!(text.starts_with("QEMU sent invalid JSON: "), "{text}");
