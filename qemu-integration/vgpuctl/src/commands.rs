@@ -12,12 +12,14 @@
 //!   [`vm_state`]: `vm save`, `vm restore`;
 //!   [`mod@upgrade`]: other workers
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
+//! * [`new_file`]: what `save`, `vm save` and `screenshot` write
 
 mod checkpoint;
 mod focus;
 mod generate;
 mod import;
 mod libvirt;
+mod new_file;
 mod parents;
 mod read;
 mod run;

@@ -1,17 +1,17 @@
 //! `save`, `restore` and `resume`: a vGPU's state in a file.
 
 use std::fmt::Display;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use hyper::Method;
 use mdev_core::stream::{Head, IndexedVgpu, Part, StreamError, StreamReader, StreamWriter};
 use serde_json::json;
-use tempfile::NamedTempFile;
 use vgpud_api::{RestoreFile, RestoredVgpu, SaveVgpu};
 use vgpud_host::body::BodyReader;
 
+use super::new_file::NewFile;
 use crate::cli::{Output, Restore, Resume, Save};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
@@ -76,33 +76,6 @@ pub fn written(file: &Path, bytes: u64, output: Output) -> Result<Vec<u8>, Failu
     output.result(&json!({ "file": file, "bytes": bytes }))
 }
 
-/// File that gets its name when it is complete.
-#[derive(Debug)]
-pub struct NewFile {
-    file: NamedTempFile,
-    name: PathBuf,
-}
-
-impl NewFile {
-    /// Creates a file beside its later name.
-    pub fn create(name: &Path) -> Result<Self, Failure> {
-        let folder = name.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new("."));
-        fs::metadata(folder).map_err(|error| cannot("write", name, &error))?;
-        let file = NamedTempFile::with_prefix_in(".vgpu", folder);
-        let file = file.map_err(|error| cannot("write", name, &error))?;
-        Ok(Self { file, name: name.to_owned() })
-    }
-
-    /// Writes the file out and gives it its name. Returns its length.
-    fn finish(self) -> io::Result<u64> {
-        self.file.as_file().sync_all()?;
-        let bytes = self.file.as_file().metadata()?.len();
-        self.file.persist(&self.name).map_err(|error| error.error)?;
-        Ok(bytes)
-    }
-}
-
 fn cannot(what: &str, file: &Path, error: &dyn Display) -> Failure {
     Failure::Local(format!("Cannot {what} {}: {error}", file.display()))
 }
@@ -120,37 +93,37 @@ pub async fn begin_save(
 /// the length of the file.
 pub async fn save_into(
     vgpus: Vec<(BodyReader, Option<u16>)>,
-    file: NewFile,
-    more: impl FnOnce(&mut StreamWriter<BufWriter<&File>>) -> Result<(), Failure> + Send + 'static,
+    mut file: NewFile,
+    more: impl FnOnce(&mut StreamWriter<BufWriter<&mut NewFile>>) -> Result<(), Failure>
+    + Send
+    + 'static,
 ) -> Result<u64, Failure> {
     blocking(move || {
-        let name = file.name.clone();
+        let name = file.name().to_owned();
         let failed = |error: &dyn Display| cannot("write", &name, error);
         let received = |error: StreamError| {
             Failure::Local(format!("vgpud did not send the whole vGPU: {error}"))
         };
-        let mut writer = None;
-        for (body, place) in vgpus {
-            let (mut from, head) = StreamReader::new(body).map_err(received)?;
-            let head = Head { place, ..head };
-            let to = match &mut writer {
-                None => {
-                    let to = BufWriter::with_capacity(BUFFER, file.file.as_file());
-                    writer.insert(StreamWriter::new(to, &head).map_err(|error| failed(&error))?)
-                }
-                Some(to) => {
+        let mut vgpus = vgpus.into_iter().map(|(body, place)| {
+            let (from, head) = StreamReader::new(body).map_err(received)?;
+            Ok((from, Head { place, ..head }))
+        });
+        let first = vgpus.next();
+        let (mut from, head) =
+            first.unwrap_or_else(|| Err(Failure::Local("The VM has no vGPU".to_owned())))?;
+        let to = BufWriter::with_capacity(BUFFER, &mut file);
+        let mut to = StreamWriter::new(to, &head).map_err(|error| failed(&error))?;
+        loop {
+            match from.next_part().map_err(received)? {
+                Part::End => {
+                    let Some(next) = vgpus.next() else { break };
+                    let head;
+                    (from, head) = next?;
                     to.next(&head).map_err(|error| failed(&error))?;
-                    to
                 }
-            };
-            loop {
-                match from.next_part().map_err(received)? {
-                    Part::End => break,
-                    part => to.copy(&part).map_err(|error| failed(&error))?,
-                }
+                part => to.copy(&part).map_err(|error| failed(&error))?,
             }
         }
-        let mut to = writer.ok_or_else(|| Failure::Local("The VM has no vGPU".to_owned()))?;
         more(&mut to)?;
         to.finish().map_err(|error| failed(&error)).map(drop)?;
         file.finish().map_err(|error| failed(&error))

@@ -1,6 +1,6 @@
 //! `screenshot`, `qemu-args`, `libvirt-xml`.
 
-use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use integrate::{Device, libvirt_xml as xml, qemu_args as qemu, shell};
@@ -9,6 +9,7 @@ use nix::unistd::{AccessFlags, access};
 use serde_json::json;
 use vgpud_api::{ParentTypes, Version, Vgpu, VgpuState};
 
+use super::new_file::NewFile;
 use crate::cli::{LibvirtXml, Output, QemuArgs, Screenshot};
 use crate::failure::{Failure, say};
 use crate::mdevctl::pretty;
@@ -17,23 +18,26 @@ use vgpud_client::{Client, vgpu_path};
 /// Runs `screenshot`.
 pub async fn screenshot(client: &Client, args: Screenshot) -> Result<Vec<u8>, Failure> {
     let vgpu = args.vgpu.vgpu()?;
-    let png = client.get_bytes(&format!("{}/screenshot", vgpu_path(vgpu))).await?;
+    let request = format!("{}/screenshot", vgpu_path(vgpu));
     if args.file == Path::new("-") {
         return match args.output {
-            Output::Text => Ok(png.into()),
+            Output::Text => Ok(client.get_bytes(&request).await?.into()),
             Output::Json => Err(Failure::Usage(
                 "The standard output is used for the picture; name a file for --output json".into(),
             )),
         };
     }
-    let file = args.file.display();
-    fs::write(&args.file, &png)
-        .map_err(|error| Failure::Local(format!("Cannot write {file}: {error}")))?;
+    let mut file = NewFile::create(&args.file)?;
+    let png = client.get_bytes(&request).await?;
+    let written = file.write_all(&png).and_then(|()| file.finish());
+    let bytes = written.map_err(|error| {
+        Failure::Local(format!("Cannot write {}: {error}", args.file.display()))
+    })?;
     match args.output {
         Output::Text => Ok(Vec::new()),
         Output::Json => {
             let uuid = client.vgpu(vgpu, None).await?.uuid;
-            pretty(&json!({ "uuid": uuid, "file": args.file, "bytes": png.len() }))
+            pretty(&json!({ "uuid": uuid, "file": args.file, "bytes": bytes }))
         }
     }
 }
