@@ -1,6 +1,7 @@
 //! Text and files that a less trusted process chooses: a guest, a user of a vGPU, another host.
 //!
-//! * [`one_line`] makes such text harmless on a terminal and in a log
+//! * [`one_line`] makes such text harmless on a terminal and in a log; [`escaped`] makes a name
+//!   that ends where its quotation marks are
 //! * [`read_start`] reads such a file, and files of `/proc` and `/sys`, up to a limit;
 //!   [`read_end`] reads the end; [`read_whole`] and [`read_text`] refuse a file beyond the limit;
 //!   [`any_line`] looks through a table of any length
@@ -165,6 +166,13 @@ pub fn one_line(text: &str, max: usize) -> String {
     line
 }
 
+/// Returns a name as [`one_line`] does, for a place between quotation marks: those in the name are
+/// escaped, so that the words after it are not the name's.
+#[must_use]
+pub fn escaped(name: &str, max: usize) -> String {
+    one_line(&name.replace('\\', "\\\\").replace('"', "\\\""), max)
+}
+
 /// Returns whether [`one_line`] would change a text that is short enough.
 #[must_use]
 pub fn has_control(text: &str) -> bool {
@@ -288,6 +296,13 @@ mod tests {
         }
         assert_eq!(one_line("abcdef", 3), "abc…");
         assert_eq!(one_line("abc", 3), "abc");
+    }
+
+    #[test]
+    fn a_name_does_not_end_its_quotation() {
+        assert_eq!(escaped("x\") of user root", 100), "x\\\") of user root");
+        assert_eq!(escaped("x\\\"\n", 100), "x\\\\\\\"\\n");
+        assert_eq!(escaped("web 1", 3), "web…");
     }
 
     #[test]

@@ -166,7 +166,7 @@ fn details(text: &mut String, vgpu: &Vgpu, defined: bool) {
         let _ = writeln!(text, "  Worker: process {pid}");
     }
     if let Some(vm) = vgpu.vm {
-        let name = vgpu.vm_name.as_ref().map(|name| format!("{name}, ")).unwrap_or_default();
+        let name = vgpu.vm_name.as_ref().map(|name| format!("\"{name}\", ")).unwrap_or_default();
         let _ = writeln!(text, "  VM: {name}process {} of user {}", vm.pid, vm.uid);
     }
 }

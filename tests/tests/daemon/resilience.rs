@@ -108,7 +108,7 @@ fn stopping_a_vgpu_in_use_names_its_vm() -> Result<()> {
     let done = run(&vgpud, &format!("stop -u {uuid}"))?;
     let command = fs::read_to_string(format!("/proc/{pid}/comm"))?;
     let expected = format!(
-        "vgpuctl: vGPU {uuid} is used by process {pid} ({}) of user {user}, VM \"web1\"; \
+        "vgpuctl: vGPU {uuid} is used by process {pid} (\"{}\") of user {user}, VM \"web1\"; \
          shut that VM down first, or use --force\n",
         command.trim_end()
     );

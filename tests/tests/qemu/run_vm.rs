@@ -113,7 +113,7 @@ fn signals_end_the_vm_and_then_its_vgpu() -> Result<()> {
         assert_eq!((&vgpu["vm_name"], &vgpu["warnings"]), (&json!("web1"), &json!([])));
         assert_eq!(vgpu["live_attrs"][0], json!({ "core": "50" }));
         let listed = vgpuctl(&host.vgpud, "list -v web1")?;
-        assert!(listed.contains("VM: web1, process "), "{listed}");
+        assert!(listed.contains("VM: \"web1\", process "), "{listed}");
         let pid = Pid::from_raw(child.id().cast_signed());
         // A terminal sends Ctrl-C to all processes of the group.
         kill(if to_group { Pid::from_raw(-pid.as_raw()) } else { pid }, signal)?;

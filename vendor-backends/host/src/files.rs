@@ -32,6 +32,8 @@ pub struct HostFiles {
 pub struct Process {
     /// Process id.
     pub pid: u32,
+    /// Its user.
+    pub uid: u32,
     /// Command line.
     pub args: Vec<String>,
 }
@@ -102,7 +104,8 @@ impl HostFiles {
             self.aside.run(move || drop(sender.send(read_start(&path, MAX_COMMAND_LINE))));
             let line = line.recv_timeout(PATIENCE).ok()??;
             let args = line.split('\0').map(str::to_owned).filter(|arg| !arg.is_empty()).collect();
-            Some(Process { pid, args })
+            let uid = fs::metadata(self.path(&format!("proc/{pid}"))).ok()?.uid();
+            Some(Process { pid, uid, args })
         };
         numbers.filter_map(process)
     }
@@ -142,7 +145,7 @@ mod tests {
         std::os::unix::fs::FileExt::write_all_at(&file, b"qemu\0-name\0web", 0).unwrap();
         let host = HostFiles::new(root.path().to_owned());
         let args = ["qemu", "-name", "web"].map(str::to_owned).to_vec();
-        assert_eq!(host.processes().collect::<Vec<_>>(), [Process { pid: 7, args }]);
+        assert_eq!(host.processes().collect::<Vec<_>>(), [Process { pid: 7, uid: host.uid, args }]);
         let text = host.read("proc/7/cmdline").unwrap();
         assert_eq!(text.len(), TABLE);
     }

@@ -174,7 +174,7 @@ fn a_process_that_changes_its_name_is_known_again() {
     host.name = "other".to_owned();
     host.keeping = vec![7];
     serve(&mut host, &record);
-    assert_eq!(host.answers[0].1, "process 7 (other) keeps the vGPU's files open");
+    assert_eq!(host.answers[0].1, "process 7 (\"other\") keeps the vGPU's files open");
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn one_that_refuses_leaves_all_running_and_is_named() {
             serve(&mut host, &record);
             assert!(programs.all_are(State::Running), "{programs:?}");
             let reason =
-                format!("process {refusing} (train): {step} failed: operation not supported");
+                format!("process {refusing} (\"train\"): {step} failed: operation not supported");
             assert_eq!(host.answers, [(CheckpointState::Refused, reason)]);
         }
     }

@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-use mdev_core::untrusted::{TABLE, VALUE, one_line, read_text};
+use mdev_core::untrusted::{TABLE, VALUE, escaped, read_text};
 use nix::sys::stat::major;
 
 /// Major number of `/dev/nvidiactl` and `/dev/nvidiaN`.
@@ -27,16 +27,16 @@ pub struct Process {
 }
 
 impl Process {
-    /// Returns a process with its name, which the process chooses: control characters are escaped.
+    /// Returns a process with its name, which the process chooses, escaped.
     pub fn named(pid: u32) -> io::Result<Self> {
         let name = read_text(Path::new(&format!("/proc/{pid}/comm")), VALUE)?;
-        Ok(Self { pid, name: one_line(name.trim_end(), MAX_NAME) })
+        Ok(Self { pid, name: escaped(name.trim_end(), MAX_NAME) })
     }
 }
 
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "process {} ({})", self.pid, self.name)
+        write!(f, "process {} (\"{}\")", self.pid, self.name)
     }
 }
 

@@ -192,13 +192,19 @@ pub fn user(vgpu: &VgpuStats) -> Option<String> {
     programs.or_else(|| vgpu.vm_pid.map(|pid| vgpu.vm_name.clone().unwrap_or(pid.to_string())))
 }
 
+/// Returns what uses a vGPU, as part of a sentence: the VM's process chooses its name.
+fn described_user(vgpu: &VgpuStats) -> String {
+    match (user(vgpu), &vgpu.vm_name) {
+        (Some(programs), _) if programs_of_host(vgpu).is_some() => programs,
+        (Some(_), Some(name)) => format!("VM \"{name}\""),
+        (Some(pid), None) => format!("VM {pid}"),
+        (None, _) => "no VM".to_owned(),
+    }
+}
+
 /// Formats all counters and limits of a vGPU.
 fn details(vgpu: &VgpuStats) -> String {
-    let user = match (user(vgpu), programs_of_host(vgpu)) {
-        (Some(programs), Some(_)) => programs,
-        (Some(vm), None) => format!("VM {vm}"),
-        (None, _) => "no VM".to_owned(),
-    };
+    let user = described_user(vgpu);
     let worker = vgpu.pid.map_or_else(|| "no worker".to_owned(), |pid| format!("worker {pid}"));
     let state = match vgpu.state {
         VgpuState::Stopped => "stopped",

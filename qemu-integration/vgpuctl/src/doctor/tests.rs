@@ -196,6 +196,13 @@ fn a_lack_of_free_huge_pages_is_reported() {
     );
 }
 
+/// Returns the user of this process, whose processes those of the fake host are.
+fn user() -> String {
+    nix::unistd::User::from_uid(nix::unistd::geteuid())
+        .unwrap()
+        .map_or_else(|| nix::unistd::geteuid().to_string(), |user| user.name)
+}
+
 #[test]
 fn private_memory_of_vms_is_reported() {
     for backend in [
@@ -207,7 +214,13 @@ fn private_memory_of_vms_is_reported() {
     ] {
         let line = format!("qemu-system-x86_64\0-object\0{backend}\0-device\0vfio-user-pci\0");
         let change = |h: &mut Fake| h.write("proc/60/cmdline", &line);
-        expect(change, Level::Problem, "vm", "in process 60 does not share", "share=on");
+        expect(
+            change,
+            Level::Problem,
+            "vm",
+            &format!("in process 60 of user {} does not share", user()),
+            "share=on",
+        );
     }
     // QEMU shares memfd memory by default. VMs without a vGPU are ignored.
     let shared_by_default =
@@ -217,17 +230,41 @@ fn private_memory_of_vms_is_reported() {
 }
 
 #[test]
+fn a_process_s_name_forges_no_finding() {
+    let forged = "db7\" (process 8 of user root) is gone; fix: sh";
+    let fake = Fake::new();
+    fake.write("proc/60/cmdline", &SHARED.replace("web", forged));
+    let said: String = fake.findings().into_iter().map(|finding| finding.what + "\n").collect();
+    let shown = format!("VM \"{}\" (process 60 of user ", forged.replace('"', "\\\""));
+    assert!(said.contains(&shown), "{said}");
+}
+
+#[test]
+fn a_user_s_processes_are_checked_up_to_a_limit() {
+    let before = Fake::new().findings().len();
+    let fake = Fake::new();
+    for pid in 60..560 {
+        fake.write(&format!("proc/{pid}/cmdline"), SHARED);
+    }
+    let findings = fake.findings();
+    assert!(findings.len() < before + 200, "{}", findings.len());
+    let what = format!("user {} has 500 VMs with vGPUs, of which 64 were checked", user());
+    let told = findings.iter().find(|finding| finding.what == what).unwrap();
+    assert_eq!(told.fix, Some(format!("see whether they are VMs: ps -f -u {}", user())));
+}
+
+#[test]
 fn what_plain_saves_do_to_a_vm_is_said() {
     let said = |line: &str| {
         let fake = Fake::new();
         fake.write("proc/60/cmdline", line);
         fake.findings().into_iter().map(|finding| finding.what + "\n").collect::<String>()
     };
-    assert!(
-        said(SHARED).contains(
-            "VM web (process 60) is saved with its vGPU by `vgpuctl vm save`, and moved by"
-        )
+    let expected = format!(
+        "VM \"web\" (process 60 of user {}) is saved with its vGPU by `vgpuctl vm save`, and moved",
+        user()
     );
+    assert!(said(SHARED).contains(&expected));
     let guard = "-blockdev\0{\"driver\":\"vdi\",\"node-name\":\"use-vgpuctl-vm-save\"}\0-cpu";
     let guarded = said(&SHARED.replace("-cpu", guard));
     assert!(guarded.contains("it refuses virsh save"), "{guarded}");
@@ -237,7 +274,8 @@ fn what_plain_saves_do_to_a_vm_is_said() {
 fn vms_without_room_for_hot_plug_are_reported() {
     let amd = SHARED.replace("Skylake-Client", "EPYC-Milan");
     let change = |h: &mut Fake| h.write("proc/60/cmdline", &amd);
-    expect(change, Level::Warning, "vm", "VM web (process 60) has an AMD CPU", "from the start");
+    let what = format!("VM \"web\" (process 60 of user {}) has an AMD CPU", user());
+    expect(change, Level::Warning, "vm", &what, "from the start");
     let host = SHARED.replace("Skylake-Client", "host");
     let change = |h: &mut Fake| {
         h.write("proc/60/cmdline", &host);

@@ -1,14 +1,20 @@
 //! Checks of running VMs with vGPUs: shared memory, plain saves, room for hot-plugged devices.
 
+use std::collections::BTreeMap;
+
 use host_inventory::files::Process;
 use host_inventory::{Finding, HostFiles};
 use integrate::domain::save_guard;
-use mdev_core::untrusted::one_line;
+use mdev_core::untrusted::escaped;
+use nix::unistd::{Uid, User};
 
 const CHECK: &str = "vm";
 
 /// Longest name of a VM, in characters.
 const MAX_NAME: usize = 64;
+
+/// Number of VMs of a user that are checked. Any user can start processes that look like VMs.
+const MAX_VMS: usize = 64;
 
 /// Memory backends that QEMU shares by default.
 const SHARED: [&str; 2] = ["memory-backend-memfd", "memory-backend-shm"];
@@ -23,7 +29,25 @@ pub fn check(host: &HostFiles) -> Vec<Finding> {
         name.is_some_and(|name| name.starts_with("qemu-"))
             && process.args.iter().any(|arg| arg.contains("vfio-user-pci"))
     });
-    vms.flat_map(|vm| check_one(host, &vm)).collect()
+    let (mut findings, mut counts) = (Vec::new(), BTreeMap::new());
+    for vm in vms {
+        let count = counts.entry(vm.uid).or_insert(0);
+        *count += 1;
+        if *count <= MAX_VMS {
+            findings.extend(check_one(host, &vm));
+        }
+    }
+    findings.extend(counts.into_iter().filter(|(_, count)| *count > MAX_VMS).map(
+        |(uid, count)| {
+            let user = user(uid);
+            Finding::warning(
+                CHECK,
+                format!("user {user} has {count} VMs with vGPUs, of which {MAX_VMS} were checked"),
+                format!("see whether they are VMs: ps -f -u {user}"),
+            )
+        },
+    ));
+    findings
 }
 
 fn check_one(host: &HostFiles, vm: &Process) -> Vec<Finding> {
@@ -59,16 +83,23 @@ fn plain_saves(args: &[String]) -> &'static str {
     }
 }
 
-/// Returns the VM's name from `-name guest=NAME`, with the process ID.
+/// Returns the VM's name from `-name guest=NAME`, with process and user: any user of the host can
+/// start a process with any name.
 fn name(vm: &Process) -> String {
     let value = values(&vm.args, "-name").next().map(|value| {
         let first = value.split(',').next().unwrap_or(value);
-        one_line(first.strip_prefix("guest=").unwrap_or(first), MAX_NAME)
+        escaped(first.strip_prefix("guest=").unwrap_or(first), MAX_NAME)
     });
     match value {
-        Some(name) => format!("VM {name} (process {})", vm.pid),
-        None => format!("The VM in process {}", vm.pid),
+        Some(name) => format!("VM \"{name}\" (process {} of user {})", vm.pid, user(vm.uid)),
+        None => format!("The VM in process {} of user {}", vm.pid, user(vm.uid)),
     }
+}
+
+/// Returns the name of a user, or its number.
+fn user(uid: u32) -> String {
+    let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
+    user.map_or_else(|| uid.to_string(), |user| user.name)
 }
 
 /// Returns the values of all occurrences of an option.

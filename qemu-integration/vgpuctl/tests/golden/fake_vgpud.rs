@@ -38,7 +38,7 @@ fn checkpoint(uuid: &str) -> (u16, Value) {
         return (200, json!({ "done": true }));
     }
     let message = "The vGPU cannot be saved: the VM does not checkpoint its CUDA programs: process 7 \
-                   (train): lock failed: timeout";
+                   (\"train\"): lock failed: timeout";
     (409, refused("conflict", message))
 }
 
@@ -109,9 +109,10 @@ async fn answer(
         ("GET", _) if uuid == PROGRAMS => (200, with_programs()),
         ("POST", _) if uuid == PROGRAMS && path.ends_with("/stop") => (204, Value::Null),
         ("POST", "/v1/vgpus") => (201, find(TRANSIENT).unwrap()),
-        ("POST", _) if uuid == RUNNING && path.ends_with("/stop") && !body.ends_with(b"true}") => {
-            (409, refused("in_use", "vGPU is used by process 815 (qemu); shut that VM down first"))
-        }
+        ("POST", _) if uuid == RUNNING && path.ends_with("/stop") && !body.ends_with(b"true}") => (
+            409,
+            refused("in_use", "vGPU is used by process 815 (\"qemu\"); shut that VM down first"),
+        ),
         _ => match find(uuid) {
             Some(_) if method == Method::DELETE || path.ends_with("/stop") => (204, Value::Null),
             Some(vgpu) => (200, vgpu),

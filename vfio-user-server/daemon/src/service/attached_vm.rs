@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
-use mdev_core::untrusted::{Aside, VALUE, any_line, one_line, read_start, read_text};
+use mdev_core::untrusted::{self, Aside, VALUE, any_line, read_start, read_text};
 use nix::unistd::{Uid, User};
 use tokio::sync::oneshot;
 
@@ -74,12 +74,13 @@ fn use_unknown(id: VgpuId, error: &io::Error) -> ErrorDetail {
     )
 }
 
-/// Describes a VM: `process 815 (qemu-system-x86) of user libvirt-qemu, VM "web1"`
+/// Describes a VM: `process 815 ("qemu-system-x86") of user libvirt-qemu, VM "web1"`. The process
+/// chooses both names.
 fn describe(vm: AttachedClient, name: Option<String>) -> String {
     let AttachedClient { pid, uid } = vm;
     let command = read_text(Path::new(&format!("/proc/{pid}/comm")), VALUE);
     let command =
-        command.map(|name| format!(" ({})", escaped(name.trim_end()))).unwrap_or_default();
+        command.map(|name| format!(" (\"{}\")", escaped(name.trim_end()))).unwrap_or_default();
     let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
     let user = user.map_or_else(|| uid.to_string(), |user| escaped(&user.name));
     let name = name.map(|name| format!(", VM \"{name}\"")).unwrap_or_default();
@@ -186,9 +187,9 @@ fn vm_name(command_line: &[u8]) -> Option<String> {
     (!name.is_empty()).then(|| name.to_owned())
 }
 
-/// Escapes a name that a user chose, for output on a terminal.
+/// Escapes a name that a user chose.
 pub(super) fn escaped(name: &str) -> String {
-    one_line(name, MAX_NAME).replace('"', "\\\"")
+    untrusted::escaped(name, MAX_NAME)
 }
 
 /// Returns whether a client is connected to the socket that listens at `path`, according to the
@@ -278,10 +279,12 @@ mod tests {
 
     #[test]
     fn description_names_process_command_and_user() {
-        let pid = std::process::id().cast_signed();
+        // Its name is that of the thread here, which this test may choose.
+        nix::sys::prctl::set_name(c"x\") of root").unwrap();
+        let pid = nix::unistd::gettid().as_raw();
         let text = describe(AttachedClient { pid, uid: 0 }, Some("web1".to_owned()));
-        assert!(text.starts_with(&format!("process {pid} (")), "{text}");
-        assert!(text.ends_with(") of user root, VM \"web1\""), "{text}");
+        let expected = "(\"x\\\") of root\") of user root, VM \"web1\"";
+        assert_eq!(text, format!("process {pid} {expected}"));
         let gone = describe(AttachedClient { pid: i32::MAX, uid: 3_999_999_999 }, None);
         assert_eq!(gone, "process 2147483647 of user 3999999999");
         assert_eq!(escaped("a\u{1b}[2J\"b"), "a\\u{1b}[2J\\\"b");
