@@ -1,6 +1,7 @@
 //! Text and files that a less trusted process chooses: a guest, a user of a vGPU, another host.
 //!
-//! * [`one_line`] makes such text harmless on a terminal and in a log; [`escaped`] makes a name
+//! * [`one_line`] makes such text harmless on a terminal and in a log; [`message`] is that for a
+//!   message, which may quote any amount of such text; [`escaped`] makes a name
 //!   that ends where its quotation marks are
 //! * [`read_start`] reads such a file, and files of `/proc` and `/sys`, up to a limit;
 //!   [`read_end`] reads the end; [`read_whole`] and [`read_text`] refuse a file beyond the limit;
@@ -19,6 +20,8 @@ use std::thread;
 pub const VALUE: usize = 4 << 10;
 /// Limit for a file with a short table, in bytes: `/proc/PID/status`, `limits`, settings.
 pub const TABLE: usize = 1 << 20;
+/// Longest message, in characters.
+const MAX_MESSAGE: usize = 500;
 /// Limit for a line of a table of the kernel, in bytes. A mount has two paths, which are escaped.
 const LINE: usize = 64 << 10;
 
@@ -166,6 +169,19 @@ pub fn one_line(text: &str, max: usize) -> String {
     line
 }
 
+/// Returns a message as [`one_line`] does, up to 500 characters and with runs of spaces as one:
+/// they could fill lines of a terminal, so that what follows looks like another program's message.
+#[must_use]
+pub fn message(text: &str) -> String {
+    let is_space = |character: char| character.is_whitespace() && !is_control(character);
+    let mut was_space = false;
+    let spaced = text.chars().filter_map(|character| {
+        let is_again = std::mem::replace(&mut was_space, is_space(character)) && was_space;
+        (!is_again).then_some(if was_space { ' ' } else { character })
+    });
+    one_line(&spaced.take(MAX_MESSAGE + 1).collect::<String>(), MAX_MESSAGE)
+}
+
 /// Returns a name as [`one_line`] does, for a place between quotation marks: those in the name are
 /// escaped, so that the words after it are not the name's.
 #[must_use]
@@ -296,6 +312,15 @@ mod tests {
         }
         assert_eq!(one_line("abcdef", 3), "abc…");
         assert_eq!(one_line("abc", 3), "abc");
+    }
+
+    #[test]
+    fn a_message_is_short_and_has_no_runs_of_spaces() {
+        assert_eq!(message("plain text,\tgrüße"), "plain text,\\tgrüße");
+        let forged = format!("x{}vgpud: \u{3000}\u{a0}y  ", " ".repeat(200));
+        assert_eq!(message(&forged), "x vgpud: y ");
+        assert_eq!(message(&"a ".repeat(1 << 20)), "a ".repeat(MAX_MESSAGE / 2) + "…");
+        assert_eq!(message(&"é".repeat(MAX_MESSAGE)), "é".repeat(MAX_MESSAGE));
     }
 
     #[test]

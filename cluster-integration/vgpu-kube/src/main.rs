@@ -4,7 +4,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::CommandFactory;
-use mdev_core::untrusted::one_line;
+use mdev_core::untrusted::{message, one_line};
 use vgpu_kube::cli::{Cli, Command};
 use vgpu_kube::{agent, doctor, hook, manifests};
 use vgpud_host::command_line;
@@ -21,7 +21,7 @@ fn main() -> ExitCode {
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vgpu-kube: {}", one_line(&format!("{error:#}"), usize::MAX));
+            eprintln!("vgpu-kube: {}", message(&format!("{error:#}")));
             ExitCode::FAILURE
         }
     }

@@ -3,14 +3,14 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use mdev_core::untrusted::one_line;
+use mdev_core::untrusted::message;
 use vgpu_guest::cli::Cli;
 
 fn main() -> ExitCode {
     match Cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vgpu-guest: {}", one_line(&format!("{error:#}"), usize::MAX));
+            eprintln!("vgpu-guest: {}", message(&format!("{error:#}")));
             ExitCode::FAILURE
         }
     }

@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use mdev_core::untrusted;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
@@ -121,7 +122,8 @@ impl Qmp {
         let greeting = greeting.ok_or_else(|| QmpError::NoMonitor("no greeting".into()))?;
         if greeting.greeting.is_none() {
             let greeting = String::from_utf8_lossy(&qmp.line);
-            return Err(QmpError::NoMonitor(format!("the greeting is {}", greeting.trim_end())));
+            let greeting = untrusted::message(greeting.trim_end());
+            return Err(QmpError::NoMonitor(format!("the greeting is {greeting}")));
         }
         qmp.execute("qmp_capabilities", &json!({}))?;
         Ok(qmp)
@@ -163,7 +165,8 @@ impl Qmp {
                 return Ok(value);
             }
             let command = || command.to_owned();
-            if let Some(Refusal { desc: text }) = message.error {
+            if let Some(Refusal { desc }) = message.error {
+                let text = untrusted::message(&desc);
                 return Err(QmpError::Refused { command: command(), text });
             }
             before += self.line.len();
@@ -345,6 +348,10 @@ mod tests {
     fn what_is_no_monitor_is_told_apart() {
         let other = "It is no QMP monitor, or another client uses it: the greeting is {\"a\": 1}";
         assert_eq!(greeted(b"{\"a\": 1}\n"), other);
+        let long: &[u8] = b"{\"x\": \"  vgpuctl: forged   vgpuctl: forged\"}\n";
+        let long = [&long[..9], &b" spaces  ".repeat(1 << 15), &long[9..]].concat();
+        let text = greeted(long.leak());
+        assert!(text.len() < 600 && !text.contains("  "), "{text}");
         let text = greeted(b"SSH-2.0\n");
         assert!(text.starts_with("QEMU sent invalid JSON: "), "{text}");
         assert_eq!(greeted(b""), "QEMU has ended");

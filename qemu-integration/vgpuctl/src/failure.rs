@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use mdev_core::ids::VgpuId;
-use mdev_core::untrusted::one_line;
+use mdev_core::untrusted;
 use vgpud_api::{ErrorCode, ErrorDetail};
 use vgpud_client::ClientError;
 
@@ -54,7 +54,7 @@ pub enum Failure {
 /// Prints a message to standard error, as one line. What a message quotes may come from a guest, a
 /// file or another host.
 pub fn say(message: impl Display) {
-    eprintln!("vgpuctl: {}", one_line(&message.to_string(), usize::MAX));
+    eprintln!("vgpuctl: {}", untrusted::message(&message.to_string()));
 }
 
 impl Failure {

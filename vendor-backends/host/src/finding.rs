@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use mdev_core::untrusted::one_line;
+use mdev_core::untrusted::message;
 use serde::Serialize;
 
 /// Severity of a finding.
@@ -56,8 +56,7 @@ pub fn problems(findings: &[Finding]) -> usize {
 impl Finding {
     /// Creates a finding. What it quotes, such as the name of a VM, may come from a user.
     fn new(check: &'static str, level: Level, what: &str, fix: Option<&str>) -> Self {
-        let line = |text| one_line(text, usize::MAX);
-        Self { check, level, what: line(what), fix: fix.map(line) }
+        Self { check, level, what: message(what), fix: fix.map(message) }
     }
 
     /// Reports that a check passed.
@@ -82,12 +81,14 @@ mod tests {
 
     #[test]
     fn text_that_a_user_chose_stays_on_its_line() {
-        let name = "vm\u{1b}[2J\nok       vm       all is well\u{202e}";
+        let name = "vm\u{1b}[2J\nok       vm       all is well\u{202e}".repeat(1000);
+        let name = name.as_str();
         for finding in [
             Finding::ok("vm", name),
             Finding::warning("vm", name, name),
             Finding::problem("vm", name, name),
         ] {
+            assert!(finding.what.len() < 2000 && !finding.what.contains("  "), "{finding:?}");
             let lines = 1 + usize::from(finding.fix.is_some());
             let text = text(&[finding]);
             assert_eq!(text.lines().count(), lines, "{text:?}");

@@ -272,7 +272,7 @@ impl Client {
     fn refusal(&self, status: StatusCode, bytes: &[u8]) -> ClientError {
         match serde_json::from_slice::<ErrorBody>(bytes) {
             Ok(mut body) => {
-                body.error.message = untrusted::one_line(&body.error.message, usize::MAX);
+                body.error.message = untrusted::message(&body.error.message);
                 ClientError::Refused(body.error)
             }
             Err(_) => self.invalid_response(format!("status {status} without a reason")),
@@ -385,7 +385,7 @@ fn has_control(value: &Value) -> bool {
 /// Returns a response with all texts as single lines without control characters.
 fn shown(value: Value) -> Value {
     match value {
-        Value::String(string) => Value::String(untrusted::one_line(&string, usize::MAX)),
+        Value::String(string) => Value::String(untrusted::one_line(&string, string.len())),
         Value::Array(items) => items.into_iter().map(shown).collect(),
         Value::Object(members) => {
             members.into_iter().map(|(name, value)| (name, shown(value))).collect()

@@ -18,7 +18,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use mdev_core::untrusted::one_line;
+use mdev_core::untrusted::message;
 
 use crate::blocking;
 use crate::manager::{PlacedDefinition, Result};
@@ -260,7 +260,7 @@ impl CalloutRun {
         let outcome = script::run(path, &args.concat(), stdin.unwrap_or_default());
         if let Ok(Outcome::Exited { output: Output { stderr, .. }, .. }) = &outcome {
             for line in stderr.lines() {
-                log::info!("{}: {}", path.display(), one_line(line, usize::MAX));
+                log::info!("{}: {}", path.display(), message(line));
             }
         }
         outcome

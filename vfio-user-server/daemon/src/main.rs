@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand};
 use host_inventory::SUPPORT;
 use mdev_core::definition::Owner;
-use mdev_core::untrusted::one_line;
+use mdev_core::untrusted::message;
 use vgpud::backend::ParentConfig;
 use vgpud::web_console::request_guard::Address;
 use vgpud::{anchor, context_process, gpu_process, manager, run, spawn, worker};
@@ -174,7 +174,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vgpud: {}", one_line(&with_causes(error.as_ref()), usize::MAX));
+            eprintln!("vgpud: {}", message(&with_causes(error.as_ref())));
             ExitCode::FAILURE
         }
     }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use mdev_core::definition::store::SCRIPTS;
 use mdev_core::definition::{Attribute as Meaning, Attrs, Definition};
 use mdev_core::ids::VgpuId;
-use mdev_core::untrusted::one_line;
+use mdev_core::untrusted::message;
 use serde::Serialize;
 use vgpud_api::{Attribute, CreateVgpu, ParentTypes, StartPolicy, Vgpu};
 
@@ -265,5 +265,5 @@ fn line(entry: &ImportEntry) -> String {
     if entry.result != Outcome::LeftOut && !entry.dropped.is_empty() {
         let _ = write!(text, ", without {}", entry.dropped.join(", "));
     }
-    one_line(&text, usize::MAX) + "\n"
+    message(&text) + "\n"
 }

@@ -8,6 +8,7 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use mdev_core::untrusted;
 use serde_json::{Value, json};
 use tokio::io::{
     AsyncBufRead, AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, WriteHalf,
@@ -223,7 +224,8 @@ async fn read_result(reader: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Val
             return Ok(value.take());
         }
         if let Some(error) = message.get("error") {
-            return Err(io::Error::other(format!("QEMU refuses: {}", error["desc"])));
+            let refused = format!("QEMU refuses: {}", error["desc"]);
+            return Err(io::Error::other(untrusted::message(&refused)));
         }
     }
 }
