@@ -1,4 +1,5 @@
-//! What a client makes its worker log is limited, and what a worker that was taken over writes.
+//! What a client makes its worker and the manager log is limited, and what a worker that was taken
+//! over writes.
 
 // Clippy recognizes only functions marked as tests, not the functions that they call.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -7,6 +8,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use mdev_core::abi::control::reg;
@@ -127,5 +129,29 @@ fn a_process_can_neither_forge_nor_flood_the_log() -> Result<()> {
     drop(process);
     let lines = text().lines().count();
     ensure!(lines < 300, "{lines} lines");
+    Ok(())
+}
+
+#[test]
+fn a_client_that_comes_and_goes_does_not_flood_the_manager_s_log() -> Result<()> {
+    const TIMES: usize = 200;
+    let folder = tempfile::tempdir()?;
+    let log = folder.path().join("log");
+    let vgpud = Vgpud::start_with_log(&[], &log)?;
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true }))?;
+    let begun = Instant::now();
+    let is_used = |used| vgpud.show(&uuid).is_ok_and(|vgpu| vgpu["vm"].is_null() != used);
+    for _ in 0..TIMES {
+        let client = RawClient::attach(&vgpud.vfio_socket(&uuid));
+        wait_for("the manager sees the client", || is_used(true))?;
+        drop(client);
+        wait_for("the manager sees that it has left", || is_used(false))?;
+    }
+    let text = fs::read_to_string(&log)?;
+    let lines = text.lines().filter(|line| line.contains(" use ")).count();
+    // Ten lines in ten seconds, of the 2 lines for each time.
+    let most = 10 * (2 + begun.elapsed().as_secs() as usize / 10);
+    ensure!(most < 2 * TIMES, "too slow a machine to tell");
+    ensure!(lines <= most && lines > 1, "{lines} lines instead of {most}");
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Rate limit for log lines that a client can cause.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 /// Lines per period, if no other number is given.
@@ -39,6 +40,14 @@ impl LogLimiter {
         }
         self.passed += 1;
         Some(std::mem::take(&mut self.suppressed))
+    }
+
+    /// Returns a line to log now, with the number of those suppressed before it.
+    pub fn line(&mut self, line: fmt::Arguments<'_>) -> Option<String> {
+        Some(match self.pass(Instant::now())? {
+            0 => line.to_string(),
+            suppressed => format!("{line} ({suppressed} lines were suppressed before)"),
+        })
     }
 }
 

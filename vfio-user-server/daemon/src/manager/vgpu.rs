@@ -23,15 +23,14 @@ use tokio::sync::oneshot;
 use super::backoff::Backoff;
 use super::environment::Environment;
 use super::run_dir::{self, RunDir};
-use super::sockets;
 use super::watcher::{Generation, Watched};
-use super::{ClientReport, Result};
+use super::{ClientReport, Result, sockets};
 use crate::child_logs;
+use crate::log_limiter::LogLimiter;
 use crate::spawn::{Process, ProcessRecord};
 use crate::vgpu_names;
 use crate::worker_protocol::{ProgramsSpec, VERSION, WorkerSpec};
-use vgpud_api::AttachedClient;
-use vgpud_api::{ErrorCode, ErrorDetail};
+use vgpud_api::{AttachedClient, ErrorCode, ErrorDetail};
 use vgpud_host::users::Account;
 
 pub mod context;
@@ -140,6 +139,7 @@ pub struct Vgpu {
     pub context: Option<Context>,
     /// Requests that wait until the vGPU is removed.
     stop_waiters: Vec<StopWaiter>,
+    log_limiter: LogLimiter,
 }
 
 /// Parses the attributes of a definition.
@@ -170,6 +170,7 @@ impl Vgpu {
             backoff: Backoff::default(),
             context: None,
             stop_waiters: Vec::new(),
+            log_limiter: LogLimiter::new(Instant::now()),
         })
     }
 
@@ -337,10 +338,13 @@ impl Vgpu {
             return;
         }
         match self.lifecycle.apply(Event::ClientReported(client)) {
-            Ok(()) => match client {
-                Some(client) => log::info!("vGPU {} is in use by process {}", self.id, client.pid),
-                None => log::info!("vGPU {} is not in use any more", self.id),
-            },
+            Ok(()) => {
+                let user = client.map(|client| format!("in use by process {}", client.pid));
+                let user = user.as_deref().unwrap_or("not in use any more");
+                if let Some(line) = self.log_limiter.line(format_args!("vGPU {id} is {user}")) {
+                    log::info!("{line}");
+                }
+            }
             // The report was under way while the state changed.
             Err(error) => log::debug!("vGPU {}: {error}", self.id),
         }

@@ -212,12 +212,8 @@ impl Worker {
 
     /// Logs a line that a client causes, within the limit.
     fn log_limited(&mut self, level: log::Level, line: fmt::Arguments<'_>) {
-        match self.log_limiter.pass(Instant::now()) {
-            None => {}
-            Some(0) => log::log!(level, "{line}"),
-            Some(suppressed) => {
-                log::log!(level, "{line} ({suppressed} lines were suppressed before)");
-            }
+        if let Some(line) = self.log_limiter.line(line) {
+            log::log!(level, "{line}");
         }
     }
 
