@@ -72,9 +72,12 @@ impl Programs {
 
     /// Starts another program.
     fn start_other(&mut self, process: i32, user: Option<u32>) -> Other {
+        self.start_as(Opener::new(process, user))
+    }
+
+    fn start_as(&mut self, opener: Opener) -> Other {
         self.others += 1;
         let file = FileId(100 + self.others);
-        let opener = Opener::new(process, user);
         self.program.front_end.open(file, Node::Control, opener).unwrap();
         let root = self.program.ioctl_with(file, 0xc030_462b, vec![0; 48], None, &[]);
         Other { file, root: word(&root.argument, 2) }
@@ -112,6 +115,15 @@ impl Programs {
         }
         status
     }
+}
+
+#[test]
+fn a_later_process_with_the_same_id_is_another() {
+    let mut all = Programs::start();
+    let same = all.start_as(Opener::new(1, None));
+    assert_eq!(all.take(same), OK);
+    let later = all.start_as(Opener::new(1, None).with_instance(9));
+    assert_eq!(all.take(later), INSUFFICIENT_PERMISSIONS);
 }
 
 #[test]

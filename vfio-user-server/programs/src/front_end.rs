@@ -35,6 +35,9 @@ pub struct FrontEndSpec {
 pub struct Opener {
     /// Id of the process. None that is not positive is known.
     pub process: i32,
+    /// Tells processes apart that had the same id one after the other. 0 in a VM, whose driver
+    /// names the id alone.
+    pub instance: u64,
     /// Effective user, if known.
     pub user: Option<u32>,
 }
@@ -42,12 +45,18 @@ pub struct Opener {
 impl Opener {
     /// Creates a description of a process.
     pub const fn new(process: i32, user: Option<u32>) -> Self {
-        Self { process, user }
+        Self { process, instance: 0, user }
+    }
+
+    /// Returns the description with a number that no other process of this id has.
+    #[must_use]
+    pub const fn with_instance(self, instance: u64) -> Self {
+        Self { instance, ..self }
     }
 
     /// Returns whether both are known to be one process.
     pub fn is_same_process(&self, other: &Self) -> bool {
-        self.process > 0 && self.process == other.process
+        self.process > 0 && (self.process, self.instance) == (other.process, other.instance)
     }
 
     /// Returns whether both are known to be of one user.

@@ -5,10 +5,12 @@
 //!
 //! * `requests`: requests, each of which has its effect once
 //! * `adoption`: adopting an earlier worker's programs
+//! * `instance`: what tells a process from a later one with the same id
 //! * `throttle`: processes that wait for CPU time
 //! * `unread`: replies with descriptors that processes have not received
 
 mod adoption;
+mod instance;
 mod requests;
 mod throttle;
 mod unread;
@@ -50,6 +52,8 @@ pub const MAX_CONNECTIONS: usize = 64;
 struct Connection {
     socket: SeqPacket,
     process: AttachedClient,
+    /// See [`instance::of`].
+    instance: u64,
     /// The process has sent its hello.
     greeted: bool,
     /// CPU time that its requests may take.
@@ -185,14 +189,22 @@ impl Programs {
             function.inner_mut().attach();
             self.start_doorbell(function);
         }
-        self.connections.insert(source, self.connection(socket, process, false));
+        let connection = self.connection(source, socket, process, false);
+        self.connections.insert(source, connection);
         self.record(function);
         Changes { watch: vec![source], ..Default::default() }
     }
 
-    fn connection(&self, socket: SeqPacket, process: AttachedClient, greeted: bool) -> Connection {
+    fn connection(
+        &self,
+        source: Source,
+        socket: SeqPacket,
+        process: AttachedClient,
+        greeted: bool,
+    ) -> Connection {
         let budget = Budget::new(request_budget::PROCESS, Instant::now()).at_most(&self.budget);
-        Connection { socket, process, greeted, budget, waits: false, unread: Unread::default() }
+        let (instance, unread) = (instance::of(&socket, source), Unread::default());
+        Connection { socket, process, instance, greeted, budget, waits: false, unread }
     }
 
     fn start_doorbell(&mut self, function: &mut Function) {

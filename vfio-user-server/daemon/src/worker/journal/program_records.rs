@@ -15,7 +15,7 @@ use ipc::record_file::{RecordFile, Slots};
 use serde::{Deserialize, Serialize};
 
 /// `"TSRAQUE"` and the version of the file and its records.
-const MAGIC: u64 = u64::from_le_bytes(*b"TSRAQUE\x03");
+const MAGIC: u64 = u64::from_le_bytes(*b"TSRAQUE\x04");
 
 /// Words at the start of the file: offsets in bytes.
 mod word {

@@ -104,7 +104,7 @@ impl Programs {
             let socket = kept.connections.remove(&source.0);
             let socket = SeqPacket::from(socket.context("A program's connection is lost")?);
             let process = peer(&socket);
-            connections.insert(source, self.connection(socket, process, greeted));
+            connections.insert(source, self.connection(source, socket, process, greeted));
         }
         let mut files = BTreeMap::new();
         for (source, file) in recorded.files {

@@ -97,7 +97,8 @@ impl Programs {
         let Incoming { number, request, fds } = incoming;
         let Some(connection) = self.connections.get(&source) else { return Ok(()) };
         let AttachedClient { pid, uid } = connection.process;
-        let opener = Opener::new(pid, Some(uid).filter(|uid| *uid != u32::MAX));
+        let user = Some(uid).filter(|uid| *uid != u32::MAX);
+        let opener = Opener::new(pid, user).with_instance(connection.instance);
         let opens = matches!(request, Request::Open(_));
         let (reply, fds) = self.answer_request(function, request, fds, opener, changes);
         let packet = match (&reply, self.connections.get(&source)) {
