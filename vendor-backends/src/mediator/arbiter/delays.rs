@@ -3,7 +3,7 @@
 //! The kernel counts it, so that a context that has been taken over cannot claim it: the second
 //! number of `/proc/PID/schedstat` is the time for which a thread was able to run and waited for a
 //! CPU (proc(5); Documentation/scheduler/sched-stats.rst). The thread is the context's main one,
-//! which is its engine. A context cannot choose the CPUs, the policy or the priority of its threads.
+//! which is its engine. A context cannot choose the CPUs, policy or priority of its threads.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;

@@ -1,8 +1,8 @@
 //! Contexts that hold the arbiter in their pages of turns.
 //!
-//! A context has a descriptor of its page, and can punch a hole into it: an access to the page sleeps
-//! until the hole is made. No context of this build does so. One that does it again and again has
-//! been taken over, and its page is not touched any more.
+//! A context has a descriptor of its page, and can punch a hole into it: an access to the page
+//! sleeps until the hole is made. No context of this build does so. One that does it again and
+//! again has been taken over, and its page is not touched any more.
 
 use std::cell::Cell;
 

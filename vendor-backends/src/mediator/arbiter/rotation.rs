@@ -5,15 +5,15 @@
 //!
 //! A context may have been taken over, and say anything. It is therefore charged for the time for
 //! which others could not use the engine because of it, from the time at which its turn could begin
-//! until it has ended, whatever it says of its use. What it says counts where it is more: the use of
-//! a turn that it has overrun. What it says of a turn without an end counts as well, since no other
-//! context waits then.
+//! until it has ended, whatever it says of its use. A turn that ends early also costs what it takes
+//! to wake the next context. What a context says counts where it is more: the use of a turn that it
+//! has overrun. In a turn without an end it alone counts, since no other context waits then.
 //!
 //! The host may run something else on the CPU of a context, in its turn or when it should begin.
 //! That time is given back, by the kernel's count and not by the context's
-//! ([`Contexts::delayed_ns`]). Others use the engine while a context does not begin or does not end,
-//! and owe it the time, for [`LAG_NS`] at most. A context that sleeps for longer is held by its
-//! tenant.
+//! ([`Contexts::delayed_ns`]). Others use the engine while a context does not begin or does not
+//! end, and owe it the time, for [`LAG_NS`] at most. A context that sleeps for longer is held by
+//! its tenant.
 //!
 //! Pure: the caller passes the time and the contexts, and calls again at the time that
 //! [`Rotation::step`] returns.

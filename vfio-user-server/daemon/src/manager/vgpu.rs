@@ -25,7 +25,6 @@ use super::environment::Environment;
 use super::run_dir::{self, RunDir};
 use super::watcher::{Generation, Watched};
 use super::{ClientReport, Result, sockets};
-use crate::child_logs;
 use crate::log_limiter::LogLimiter;
 use crate::spawn::{Process, ProcessRecord};
 use crate::vgpu_names;
@@ -281,15 +280,13 @@ impl Vgpu {
         let gpu = admission.fd.as_ref().map(AsFd::as_fd);
         vgpu_names::set(self.id, self.name());
         let spec = self.worker_spec(admission);
-        let programs = self.profile.programs;
-        let sockets = sockets::listen(&env.run_dir, self.id, self.owner, programs)?;
+        let sockets = sockets::listen(&env.run_dir, self.id, self.owner, self.profile.programs)?;
         let label = match self.name() {
             Some(name) => format!("{} {name}", self.id),
             None => self.id.to_string(),
         };
-        let log = child_logs::create(&env.run_dir.worker_log(self.id), worker::log_name(self.id))?;
         let user = (user, env.worker_users.are_separate());
-        let process = worker::spawn(&label, &spec, &sockets, gpu, log, user)?;
+        let process = worker::spawn(&env.run_dir, &label, &spec, &sockets, gpu, user)?;
         let (name, pid) = (&self.profile.name, process.pid());
         log::info!("vGPU {} of type {name} runs in process {pid}", self.id);
         let mut worker = self.watched(env, process);
@@ -301,7 +298,7 @@ impl Vgpu {
     /// Takes over the worker that an earlier manager started.
     pub fn adopt(&mut self, env: &Environment, process: Process, found: Found) {
         vgpu_names::set(self.id, self.name());
-        child_logs::resume(&env.run_dir.worker_log(self.id), worker::log_name(self.id));
+        worker::resume_log(&env.run_dir, self.id);
         let mut worker = self.watched(env, process);
         // A connection to a worker that does not answer may wait.
         if !matches!(found, Found::Silent) {

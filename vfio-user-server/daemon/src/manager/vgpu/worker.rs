@@ -1,7 +1,7 @@
 //! Worker of a vGPU: its process, as this manager started or adopted it.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,8 @@ use ipc::seqpacket::SeqPacket;
 use mdev_core::ids::VgpuId;
 use nix::sys::signal::Signal;
 
+use crate::child_logs;
+use crate::manager::run_dir::RunDir;
 use crate::manager::sockets::Sockets;
 use crate::manager::watcher::Generation;
 use crate::spawn::{self, Limits, Process};
@@ -94,19 +96,24 @@ impl Worker {
 }
 
 /// Returns the name of a vGPU's worker, and of its anchor, in the log.
-pub fn log_name(id: VgpuId) -> String {
+fn log_name(id: VgpuId) -> String {
     format!("worker of vGPU {id}")
 }
 
+/// Reads the log of a worker that an earlier manager has started.
+pub fn resume_log(run_dir: &RunDir, id: VgpuId) {
+    child_logs::resume(&run_dir.worker_log(id), log_name(id));
+}
+
 /// Starts the anchor of a vGPU, which starts the worker, with its listening sockets and, where the
-/// backend has one, its connection to the GPU. Both write to `log`. Process lists show `label`. The user is the
+/// backend has one, its connection to the GPU. Process lists show `label`. The user is the
 /// worker's, and either no other worker's, or all workers'.
 pub fn spawn(
+    run_dir: &RunDir,
     label: &str,
     spec: &WorkerSpec,
     sockets: &Sockets,
     gpu: Option<BorrowedFd<'_>>,
-    log: OwnedFd,
     (user, is_separate): (Account, bool),
 ) -> io::Result<Process> {
     let spec_file = file_of(c"worker-spec", &serde_json::to_vec(spec)?)?;
@@ -128,5 +135,7 @@ pub fn spawn(
         ends_with_parent: false,
         user,
     };
+    let vgpu = spec.client.vgpu;
+    let log = child_logs::create(&run_dir.worker_log(vgpu), log_name(vgpu))?;
     spawn::role(label, &args, &fds, Some(log), limits)
 }
