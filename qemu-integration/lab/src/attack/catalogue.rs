@@ -101,8 +101,9 @@ pub(super) const ATTACKS: &[Attack] = &[
     },
     Attack {
         name: "logs",
-        what: "requests that fail, to flood the log",
-        tests: &["system-tests/security/logs"],
+        what: "requests that fail, VMs that reconnect and processes that were taken over, to flood \
+               the log or to forge lines of others",
+        tests: &["system-tests/security/logs", "vgpud/vgpud/child_logs"],
     },
     Attack {
         name: "previous-client",
