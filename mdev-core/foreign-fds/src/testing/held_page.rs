@@ -34,7 +34,8 @@ pub struct HeldEpoll {
 pub fn held_eventfd() -> Option<(OwnedFd, HeldEpoll)> {
     // SAFETY: creates a descriptor, which has no other owner.
     let faults = unsafe {
-        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC);
+        // Only one that does not block can be polled.
+        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
         (fd >= 0).then(|| File::from_raw_fd(fd as i32))?
     };
     let request = |number, words: &mut [u64]| {
@@ -60,8 +61,8 @@ pub fn held_eventfd() -> Option<(OwnedFd, HeldEpoll)> {
     // A fault is there to be read once the thread waits.
     let mut poll = libc::pollfd { fd: faults.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     // SAFETY: one structure, which the kernel fills in.
-    let count = unsafe { libc::poll(&raw mut poll, 1, 60_000) };
-    assert_eq!(count, 1, "the thread has not touched the page");
+    unsafe { libc::poll(&raw mut poll, 1, 60_000) };
+    assert_eq!(poll.revents, libc::POLLIN, "the thread has not touched the page");
     Some((event.into(), HeldEpoll { faults, page, thread: Some(thread) }))
 }
 
