@@ -98,7 +98,7 @@ fn a_vm_is_saved_and_restored_with_its_cuda_programs() -> Result<()> {
     let waits = "for i in $(seq 100); do grep -q Waiting /tmp/agent && exit 0; sleep 0.1; done";
     vm.guest.run(&format!("{waits}; cat /tmp/agent; exit 1"))?;
     let other = vm.guest.run("sleep 1000 < /dev/nvidiactl > /dev/null 2>&1 & echo $!")?;
-    let reason = format!("process {} (sleep): checkpoint failed: ", other.trim());
+    let reason = format!("process {} (\"sleep\"): checkpoint failed: ", other.trim());
     refused(&vm.vgpud, &save, NOT_NOW, &reason)?;
     ensure!(!file.exists());
     vm.guest.run(&format!("kill {}", other.trim()))?;

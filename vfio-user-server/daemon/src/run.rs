@@ -35,6 +35,9 @@ use vgpud_api::Version;
 /// answer, which takes 4 s.
 const END_LIMIT: Duration = Duration::from_secs(15);
 
+/// Why the manager cannot start on a host that has no more threads.
+const NO_THREADS: &str = "Cannot start the manager's threads";
+
 /// Limit of threads that block on a worker's reply.
 const MAX_BLOCKING_THREADS: usize = 64;
 
@@ -87,7 +90,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     let config_dir = &config.manager.config_dir;
     let callouts = Callouts::new(vec![config.scripts_dir.clone(), config_dir.join(SCRIPTS)]);
     let auto = start_auto(&mut manager, &callouts);
-    let questions = io_runtime::start("statuses", 1).context("Cannot start the I/O runtime")?;
+    let questions = io_runtime::start("statuses", 1).context(NO_THREADS)?;
     let service = Service::new(handle.clone(), callouts, version(config, &run_dir), questions);
     if let (Some(web), Some(sessions)) = (web, sessions.clone()) {
         server::serve(web, service.clone(), sessions, files)
@@ -98,17 +101,17 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     let runtimes = Runtimes {
         admins: runtime.handle().clone(),
         others: io_runtime::start("readers", MAX_BLOCKING_THREADS_FOR_READERS)
-            .context("Cannot start the I/O runtime")?,
+            .context(NO_THREADS)?,
     };
     let rules = config.access.clone();
     listener::start(listener, router, move |peer| rules.level(peer), runtimes, files)
-        .context("Cannot serve the control socket")?;
+        .context(NO_THREADS)?;
     let (ended, end) = oneshot::channel::<()>();
     let thread = spawn::thread("manager", move || {
         manager.serve(&inbox);
         drop(ended);
     })
-    .context("Cannot start the manager's thread")?;
+    .context(NO_THREADS)?;
     log::info!("Listening on {}", socket.display());
     systemd::ready();
     let has_ended = runtime.block_on(async {

@@ -166,7 +166,7 @@ pub fn by_a_host_without_threads() -> Result<Vec<String>> {
     let root = nix::unistd::geteuid().is_root();
     let text = if root { OTHER_USER.run(run) } else { run() };
     let text = text.context("vgpud without threads")?;
-    ensure!(text.starts_with("Cannot start the manager's thread: "), "{text}");
+    ensure!(text.starts_with("Cannot start the manager's threads: "), "{text}");
     Ok(vec![text])
 }
 

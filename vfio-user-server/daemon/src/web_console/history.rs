@@ -20,6 +20,8 @@ const MAX_SAMPLES: usize = 300;
 
 /// Limit of stored events.
 const MAX_EVENTS: usize = 200;
+/// The same for those of one kind.
+const MAX_ALIKE: usize = MAX_EVENTS / 2;
 
 /// Interval of polls while a page is open.
 const PAGE_INTERVAL: Duration = Duration::from_secs(1);
@@ -185,6 +187,13 @@ impl State {
     fn add_event(&mut self, at: u64, kind: &'static str, about: &str, text: String) {
         self.number += 1;
         let event = Event { n: self.number, at, kind, about: about.to_owned(), text };
+        // Those of a kind that comes often, such as decisions, leave room for the others.
+        let mut alike = (0..self.events.len()).filter(|index| self.events[*index].kind == kind);
+        if let Some(oldest) = alike.next()
+            && alike.count() + 1 >= MAX_ALIKE
+        {
+            self.events.remove(oldest);
+        }
         push(&mut self.events, event, MAX_EVENTS);
     }
 
@@ -304,5 +313,26 @@ fn describe_state(state: VgpuState) -> &'static str {
         VgpuState::Running => "Started",
         VgpuState::Restarting => "The worker died and is being restarted",
         VgpuState::Failed => "Failed",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decisions_leave_room_for_other_events() {
+        let mut state = State::default();
+        state.add_event(0, "vm", "a", "VM attached: process 7".to_owned());
+        for at in 1..1000 {
+            state.add_event(at, "decision", "a", "Time slice 2.0 ms (demand)".to_owned());
+        }
+        let kinds: Vec<_> = state.events.iter().map(|event| event.kind).collect();
+        assert_eq!((kinds[0], kinds.len()), ("vm", 1 + MAX_ALIKE));
+        assert_eq!(state.events.back().map(|event| event.at), Some(999));
+        for at in 1000..2000 {
+            state.add_event(at, "vm", "a", "VM detached: process 7".to_owned());
+        }
+        assert_eq!(state.events.len(), MAX_EVENTS);
     }
 }
