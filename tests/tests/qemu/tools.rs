@@ -57,7 +57,7 @@ fn info_works_beside_another_tool_and_jobs_name_that_tool() {
         assert_eq!(job(&mut vm, "info")["uuid"], A);
     }
     let refused = vm.guest.run("vgpu-guest vadd", LIMIT).unwrap();
-    let reason = format!("is in use by process {} (vgpu-guest); wait for its end", pid.trim());
+    let reason = format!("is in use by process {} (\"vgpu-guest\"); wait for its end", pid.trim());
     assert!(refused.status == 1 && refused.stderr.contains(&reason), "{refused:?}");
     // The first tool has verified its work, which a reset of the vGPU would have ended.
     let wait = "while [ $(wc -l < /tmp/spin) -lt 2 ]; do sleep 0.1; done; tail -n 1 /tmp/spin";
